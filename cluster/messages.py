@@ -1,0 +1,187 @@
+"""What a worker host and a proxy say to each other.
+
+Each host opens one DEALER socket per proxy and connects it to the proxy's ROUTER. Frame 0 is one
+MessagePack struct from below. `Submit` and `Outputs` are followed by the frames that vLLM's own encoder
+made of an `EngineCoreRequest` or an `EngineCoreOutputs` (tensors as frames of their own, never pickle).
+"""
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where one rank of a worker exports KV blocks."""
+
+    rank: int
+    address: str
+    epoch: str
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What the engine settled on after it started."""
+
+    model: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor_parallel_size: int
+    dtype: str
+    supported_tasks: list[str]
+
+
+class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
+    """Host to proxy, when the engine is up; again after every reconnection and until `Welcome` comes."""
+
+    protocol: int
+    worker_id: str
+    role: str
+    """`prefill` or `decode`."""
+    epoch: str
+    pid: int
+    hostname: str
+    engine: EngineFacts
+    ranks: list[RankAddress]
+    fingerprint: str
+    layout_fields: dict[str, str]
+
+
+class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
+    """Host to proxy, every beat: the worker is alive, and this is what it carries."""
+
+    worker_id: str
+    epoch: str
+    num_running: int
+    num_waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_used: int
+    blocks_leased: int
+    exports_open: int
+    imports_open: int
+    bytes_in: dict[str, int]
+    copy_s: dict[str, float]
+    transfer_failures: dict[str, int]
+    bad_frames: int
+    peers: dict[str, str]
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    """Host to proxy: one engine step; the frames of an `EngineCoreOutputs` follow."""
+
+    epoch: str
+
+
+class PrefillStarted(msgspec.Struct, tag="prefill_started", frozen=True):
+    """Prefill host to proxy: the engine scheduled the first chunk of this transfer."""
+
+    transfer_id: str
+
+
+class HandoverClosed(msgspec.Struct, tag="handover_closed", frozen=True):
+    """Decode host to proxy: see `kvtransfer.host_messages.ImportClosed`, of which this is the relay."""
+
+    transfer_id: str
+    outcome: str
+    failure_kind: str
+    link: str
+    bytes_moved: int
+    num_tokens: int
+    attached_to_done_s: float
+    done_to_loaded_s: float
+    copy_s: float
+
+
+class UtilityReply(msgspec.Struct, tag="utility_reply", frozen=True):
+    """Host to proxy: the result of `Utility`, as plain MessagePack data."""
+
+    call_id: int
+    error: str
+    """Empty on success."""
+    result: msgspec.Raw
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
+    """Host to proxy: this worker is leaving, and why; its unfinished requests are lost."""
+
+    worker_id: str
+    epoch: str
+    reason: str
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Proxy to host, answer to `WorkerHello`."""
+
+    proxy_epoch: str
+
+
+class Rejected(msgspec.Struct, tag="rejected", frozen=True):
+    """Proxy to host: this worker cannot join (wrong model, protocol, duplicate id); it exits with the reason."""
+
+    reason: str
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """Proxy to host: run this; the frames of an `EngineCoreRequest` follow."""
+
+    engine_request_id: str
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Proxy to host."""
+
+    engine_request_ids: list[str]
+
+
+class DropTransfers(msgspec.Struct, tag="drop_transfers", frozen=True):
+    """Proxy to a prefill host: nobody will fetch these."""
+
+    transfer_ids: list[str]
+
+
+class HoldTransfers(msgspec.Struct, tag="hold_transfers", frozen=True):
+    """Proxy to a prefill host, every lease beat: these hand-overs are still wanted."""
+
+    transfer_ids: list[str]
+
+
+class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
+    """Proxy to a decode host: the token that the prefill worker sampled."""
+
+    transfer_id: str
+    token: int
+
+
+class Utility(msgspec.Struct, tag="utility", frozen=True):
+    """Proxy to host: call a method of the engine core; only names in `ALLOWED_UTILITIES`."""
+
+    call_id: int
+    method: str
+    args: msgspec.Raw
+
+
+class ProxyBeat(msgspec.Struct, tag="proxy_beat", frozen=True):
+    """Proxy to host, every beat. A host that hears none for `proxy_lost_after_s` drops that proxy's requests."""
+
+    proxy_epoch: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    """Proxy to host: leave now, within `grace_s`."""
+
+    grace_s: float
+
+
+ALLOWED_UTILITIES = frozenset({
+    "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "is_sleeping",
+    "profile", "add_lora", "remove_lora", "list_loras", "pin_lora",
+})
+
+FromWorker = (
+    WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | UtilityReply | Goodbye
+)
+ToWorker = (
+    Welcome | Rejected | Submit | Abort | DropTransfers | HoldTransfers | FirstToken | Utility | ProxyBeat | Shutdown
+)

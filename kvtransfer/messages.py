@@ -1,0 +1,165 @@
+"""What two ranks say to each other about one KV transfer.
+
+The *importer* is a rank of a decode worker, the *exporter* a rank of a prefill worker. An importer opens
+one DEALER socket per exporter and connects it to the exporter's ROUTER; every message is one MessagePack
+struct in one frame, except `Blocks`, whose payload follows in a second frame. The order of a transfer:
+
+    importer                                   exporter
+    Hello      ------------------------------>            once per pair, and after a restart of either
+               <------------------------------ Welcome    (or Refused)
+    Attach     ------------------------------>            as soon as the request reaches the decode worker
+               <------------------------------ Attached
+               <------------------------------ Ready      after each chunk of the prefill
+    Fetch      ------------------------------>            only on links where the exporter sends (zmq)
+               <------------------------------ Blocks
+               <------------------------------ Done       prefill finished; carries the first token
+    Release    ------------------------------>            everything needed was copied
+    Beat       ------------------------------>            every few seconds, renews all leases held
+               <------------------------------ BeatAck
+    Failed     <----------------------------->            either side gives up; the other must stop
+
+`transfer_id` is minted by the proxy. `epoch` names one life of one process: a message for another epoch
+is refused, so a restarted peer on the same address is a new peer.
+"""
+
+import msgspec
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Importer to exporter, first message on a connection."""
+
+    epoch: str
+    """Boot epoch of the importer."""
+    rank: int
+    fingerprint: str
+    """`CacheLayout.fingerprint()` of the importer; a different one is refused."""
+    layout_fields: dict[str, str]
+    """The fields behind the fingerprint, so that a refusal can name those that differ."""
+    host_id: str
+    """Names the machine; equal on both sides when they share memory."""
+    links: list[str]
+    """Links the importer can use, best first."""
+
+
+class MemoryRegion(msgspec.Struct, frozen=True):
+    """One layer's cache as it lies in the exporter's address space."""
+
+    base_address: int
+    block_stride_bytes: int
+    num_blocks: int
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Exporter to importer, answer to `Hello`."""
+
+    epoch: str
+    rank: int
+    link: str
+    """The link chosen for this pair."""
+    why: str
+    """Why that link, in words for the log and `twinpool status`."""
+    pid: int
+    regions: list[MemoryRegion]
+    """One per layer, in layer order. Empty unless the link reads the exporter's memory."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Exporter to importer: this pair may not exchange blocks."""
+
+    epoch: str
+    reason: str
+    differing_fields: list[str]
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """Importer to exporter: a request that needs this transfer has arrived here."""
+
+    transfer_id: str
+    exporter_epoch: str
+    num_tokens: int
+    """Prompt length, for comparison with the exporter's own."""
+    prompt_hash: bytes
+    wants_first_token: bool
+
+
+class Attached(msgspec.Struct, tag="attached", frozen=True):
+    """Exporter to importer: the lease is yours until `lease_until_s` on the exporter's monotonic clock."""
+
+    transfer_id: str
+    lease_until_s: float
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """Exporter to importer: the KV of `num_tokens` prompt tokens is computed."""
+
+    transfer_id: str
+    attempt: int
+    """Raised when the exporter had to start over (preemption); what was copied before is void."""
+    first_block: int
+    """Position, in token order, of `block_ids[0]`; earlier blocks were named by earlier messages."""
+    block_ids: list[int]
+    num_tokens: int
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """Exporter to importer: the prefill ended. All blocks have been named by `Ready` before."""
+
+    transfer_id: str
+    attempt: int
+    num_tokens: int
+    prompt_hash: bytes
+    first_token: int | None
+
+
+class Fetch(msgspec.Struct, tag="fetch", frozen=True):
+    """Importer to exporter: send these blocks of these layers. Its size is the importer's credit."""
+
+    transfer_id: str
+    fetch_id: int
+    first_layer: int
+    num_layers: int
+    block_ids: list[int]
+    """The exporter's ids."""
+
+
+class Blocks(msgspec.Struct, tag="blocks", frozen=True):
+    """Exporter to importer; the second frame holds the bytes, layer by layer, block by block."""
+
+    transfer_id: str
+    fetch_id: int
+    num_bytes: int
+
+
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """Importer to exporter: nothing more will be read. The exporter may free the blocks."""
+
+    transfer_id: str
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """Either way: this transfer is over. The receiver stops and, if importer, answers with `Release`."""
+
+    transfer_id: str
+    kind: str
+    """One of `FAILURE_KINDS`."""
+    reason: str
+
+
+class Beat(msgspec.Struct, tag="beat", frozen=True):
+    """Importer to exporter: still alive, still wanting these transfers."""
+
+    transfer_ids: list[str]
+
+
+class BeatAck(msgspec.Struct, tag="beat_ack", frozen=True):
+    """Exporter to importer: `transfer_ids` are held until `lease_until_s`; `unknown_ids` are gone."""
+
+    lease_until_s: float
+    transfer_ids: list[str]
+    unknown_ids: list[str]
+
+
+FAILURE_KINDS = ("transport", "lease_expired", "refused", "mismatch", "aborted", "peer_lost", "unknown_transfer")
+
+FromImporter = Hello | Attach | Fetch | Release | Failed | Beat
+FromExporter = Welcome | Refused | Attached | Ready | Done | Blocks | Failed | BeatAck
