@@ -1,0 +1,1 @@
+"""The cluster: its configuration, the messages of its processes, the launcher, and the command line."""

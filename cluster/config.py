@@ -1,0 +1,170 @@
+"""The configuration of a cluster: one typed tree, validated at the edge, passed down as the sub-tree each part needs.
+
+`config_file.py` reads it from a YAML file and from overrides; `config_checks.py` checks what needs this machine.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Role = Literal["prefill", "decode"]
+LinkName = Literal["host", "zmq"]
+
+# vLLM's own defaults do not matter here: every value is passed explicitly or not at all.
+EngineOptions = dict[str, Any]
+
+# Engine options that the cluster sets itself, and the field that decides each.
+OWNED_ENGINE_OPTIONS: dict[str, str] = {
+    "model": "`model`",
+    "served_model_name": "`served_model_name`",
+    "tensor_parallel_size": "`pools.<role>.tensor_parallel`",
+    "kv_transfer_config": "`transfer` (twinpool sets the connector itself)",
+    "scheduler_cls": "nothing: the worker's role decides it",
+    "data_parallel_size": "`pools.<role>.replicas`",
+    "pipeline_parallel_size": "nothing: pipeline parallel workers are not supported yet",
+}
+
+
+class ConfigNode(BaseModel):
+    """A part of the tree: unknown fields are errors, values cannot be changed later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolConfig(ConfigNode):
+    """The workers of one role."""
+
+    replicas: int = Field(default=1, ge=0, le=1024, description="How many workers of this role.")
+    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="Ranks per worker (vLLM's tensor_parallel_size).")
+    engine: EngineOptions = Field(
+        default_factory=dict,
+        description="vLLM engine options for this role, by vLLM's own names; they win over the top-level `engine`.",
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict,
+        description="Environment variables of these workers, for example CUDA_VISIBLE_DEVICES; they win over twinpool's.",
+    )
+
+
+class PoolsConfig(ConfigNode):
+    """Both pools."""
+
+    prefill: PoolConfig = Field(default_factory=PoolConfig, description="Workers that compute prompts.")
+    decode: PoolConfig = Field(default_factory=PoolConfig, description="Workers that generate tokens.")
+
+    def of(self, role: Role) -> PoolConfig:
+        """The pool of a role."""
+        return self.prefill if role == "prefill" else self.decode
+
+
+class TransferConfig(ConfigNode):
+    """How KV blocks move from a prefill to a decode worker. Times in seconds."""
+
+    links: Annotated[list[LinkName], Field(min_length=1)] = Field(
+        default=["host", "zmq"], description="Links that may be used, best first."
+    )
+    lease_first_s: float = Field(default=30.0, gt=0, description="How long blocks are held before the first renewal.")
+    beat_s: float = Field(default=5.0, gt=0, description="How often a lease is renewed.")
+    lease_renew_s: float = Field(default=20.0, gt=0, description="How long a renewal holds the blocks.")
+    peer_heartbeat_s: float = Field(default=1.0, gt=0, description="Heartbeat between ranks.")
+    peer_lost_after_s: float = Field(default=5.0, gt=0, description="A silent rank counts as lost after this time.")
+    chunk_bytes: int = Field(default=1 << 20, ge=4096, le=64 << 20, description="Bytes of one message on link `zmq`.")
+    fetch_window: int = Field(default=4, ge=1, le=64, description="Messages under way per peer on link `zmq`.")
+    verify: Literal["off", "sample", "all"] = Field(default="off", description="Which blocks are checksummed.")
+    bind_host: str = Field(
+        default="", description="Address ranks listen on (tcp). Empty: private ipc sockets, for workers on one host."
+    )
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _yaml_reads_off_as_false(cls, value: object) -> object:
+        return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _leases_outlive_beats(self) -> "TransferConfig":
+        if self.beat_s >= min(self.lease_first_s, self.lease_renew_s):
+            raise ValueError(
+                f"beat_s={self.beat_s} must be shorter than lease_first_s={self.lease_first_s} and "
+                f"lease_renew_s={self.lease_renew_s}, or every lease runs out before it is renewed"
+            )
+        if self.peer_heartbeat_s >= self.peer_lost_after_s:
+            raise ValueError(
+                f"peer_heartbeat_s={self.peer_heartbeat_s} must be shorter than "
+                f"peer_lost_after_s={self.peer_lost_after_s}, or live ranks count as lost"
+            )
+        return self
+
+
+class SchedulingConfig(ConfigNode):
+    """Where requests go."""
+
+    remote_prefill_min_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="Prompts with fewer uncached tokens are prefilled on the decode worker."
+    )
+    on_no_prefill: Literal["local", "queue", "reject"] = Field(
+        default="local", description="What happens to a request while no prefill worker is alive."
+    )
+    reserve: Literal["at_prefill_start", "at_prefill_end"] = Field(
+        default="at_prefill_start", description="When the decode worker reserves the blocks of a request."
+    )
+    queue_timeout_s: float = Field(default=30.0, gt=0, description="A request not placed by then is answered 504.")
+
+
+class ServerConfig(ConfigNode):
+    """The API server."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
+    port: int = Field(default=8000, ge=1, le=65535, description="Port to listen on.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM's frontend flags by name, e.g. api_key, enable_auto_tool_choice."
+    )
+
+
+class SloConfig(ConfigNode):
+    """What a request may expect. Seconds."""
+
+    ttft_s: float = Field(default=3.0, gt=0, description="Time to first token.")
+    itl_s: float = Field(default=0.1, gt=0, description="Time between tokens.")
+
+
+class LivenessConfig(ConfigNode):
+    """When a silent process counts as dead. Seconds."""
+
+    heartbeat_s: float = Field(default=1.0, gt=0, description="How often hosts and the proxy tell each other they live.")
+    dead_after_s: float = Field(default=5.0, gt=0, description="The proxy gives up a worker silent for this long.")
+    proxy_lost_after_s: float = Field(default=5.0, gt=0, description="A worker drops the requests of a proxy so silent.")
+
+    @model_validator(mode="after")
+    def _beats_fit_into_the_deadlines(self) -> "LivenessConfig":
+        if self.heartbeat_s >= min(self.dead_after_s, self.proxy_lost_after_s):
+            raise ValueError(
+                f"heartbeat_s={self.heartbeat_s} must be shorter than dead_after_s={self.dead_after_s} and "
+                f"proxy_lost_after_s={self.proxy_lost_after_s}, or live processes count as dead"
+            )
+        return self
+
+
+class ClusterConfig(ConfigNode):
+    """Everything about a cluster."""
+
+    model: str | None = Field(
+        default=None, description="Directory of a model, or a name vLLM can resolve. Empty: the embedded SmolLM2-135M."
+    )
+    served_model_name: str | None = Field(default=None, description="Name in the API. Empty: the model's own name.")
+    engine: EngineOptions = Field(
+        default_factory=dict, description="vLLM engine options of every worker and of the proxy, by vLLM's own names."
+    )
+    pools: PoolsConfig = Field(default_factory=PoolsConfig, description="The workers.")
+    transfer: TransferConfig = Field(default_factory=TransferConfig, description="Moving KV blocks.")
+    scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig, description="Placing requests.")
+    server: ServerConfig = Field(default_factory=ServerConfig, description="The API server.")
+    slo: SloConfig = Field(default_factory=SloConfig, description="Latency targets.")
+    liveness: LivenessConfig = Field(default_factory=LivenessConfig, description="Noticing dead processes.")
+    start_timeout_s: float = Field(default=600.0, gt=0, description="Start-up fails when a worker takes longer.")
+    stop_timeout_s: float = Field(default=15.0, ge=0, description="Workers are killed when stopping takes longer.")
+
+    @model_validator(mode="after")
+    def _someone_decodes(self) -> "ClusterConfig":
+        if self.pools.decode.replicas == 0:
+            raise ValueError("pools.decode.replicas=0: nobody would generate tokens; set it to 1 or more")
+        return self

@@ -1,0 +1,70 @@
+"""What a worker process is told when it starts.
+
+The launcher writes one JSON document per worker into the runtime directory (mode 0600) and passes its path as
+the only argument: `python -m prefill.worker SETTINGS.json`. Environment variables that must be set before the
+worker imports torch or vLLM (core binding, KV space, devices) are in the process environment already.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.config import LivenessConfig, Role, TransferConfig
+
+
+class WorkerSettingsError(Exception):
+    """The settings document is missing or not what this version of the worker expects."""
+
+
+class WorkerSettings(BaseModel):
+    """Everything one worker host needs to know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    worker_id: str = Field(description="Unique in the cluster: `prefill-0`, `decode-1`.")
+    role: Role
+    proxy_address: str = Field(description="ZMQ endpoint of the proxy's ROUTER.")
+    runtime_dir: Path = Field(description="Private directory (0700) of this cluster run; ipc sockets and logs live here.")
+    model: str = Field(description="Directory of the model, or a name vLLM resolves.")
+    engine: dict[str, Any] = Field(
+        description="Keyword arguments of vLLM's AsyncEngineArgs, without `model` and `kv_transfer_config`; "
+        "`tensor_parallel_size` is in here."
+    )
+    transfer: TransferConfig = Field(description="Links, leases, chunk sizes.")
+    liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
+    start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
+    stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGTERM; then the group is killed.")
+
+    @property
+    def rank_bind(self) -> str:
+        """Where this worker's ranks export: `ipc://DIR/WORKER_ID-kv` (append the rank) or `tcp://HOST:0`."""
+        if self.transfer.bind_host:
+            return f"tcp://{self.transfer.bind_host}:0"
+        return f"ipc://{self.runtime_dir}/{self.worker_id}-kv"
+
+    @property
+    def report_address(self) -> str:
+        """Where the host listens for its ranks and its scheduler (`kvtransfer.host_messages`)."""
+        return f"ipc://{self.runtime_dir}/{self.worker_id}-host"
+
+
+def write_worker_settings(settings: WorkerSettings) -> Path:
+    """Writes the document into the runtime directory and returns its path."""
+    path = settings.runtime_dir / f"{settings.worker_id}.json"
+    path.touch(mode=0o600)
+    path.write_text(settings.model_dump_json(indent=2))
+    return path
+
+
+def read_worker_settings(path: Path) -> WorkerSettings:
+    """Reads the document back; raises `WorkerSettingsError` with a sentence for the operator."""
+    try:
+        return WorkerSettings.model_validate_json(path.read_text())
+    except OSError as error:
+        raise WorkerSettingsError(f"cannot read the worker settings {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise WorkerSettingsError(
+            f"the worker settings {path} do not fit this version of twinpool; start workers with `twinpool serve` "
+            f"of the same installation. {error}"
+        ) from error
