@@ -1,0 +1,64 @@
+"""The host's socket towards its engine's ranks and scheduler (`kvtransfer.host_messages`)."""
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvtransfer.host_messages import FromRank, PoolStats, RankReady, RankStats, ToRank
+
+log = logging.getLogger("twinpool.cluster")
+
+MAX_FRAME_BYTES = 1 << 20
+
+
+class RankChannel:
+    """Knows each rank's identity, keeps the newest statistics, hands events to `on_event`."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, on_event: Callable[[FromRank], None]) -> None:
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.bind(address)
+        self._on_event = on_event
+        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._identities: dict[int, bytes] = {}
+        self.ready: dict[int, RankReady] = {}
+        self.stats: dict[int, RankStats] = {}
+        self.pool = PoolStats(total=0, free=0, used=0, leased=0)
+        self.bad_frames = 0
+
+    async def run(self) -> None:
+        """Reads until cancelled. Frames that are no message of a rank are dropped and counted."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                identity, body = frames
+                message = self._decoder.decode(body)
+            except (ValueError, msgspec.MsgspecError) as error:
+                self.bad_frames += 1
+                log.warning("bad_rank_frame frames=%d error=%s", len(frames), error)
+                continue
+            match message:
+                case RankReady():
+                    self._identities[message.rank] = identity
+                    self.ready[message.rank] = message
+                case RankStats():
+                    self.stats[message.rank] = message
+                case PoolStats():
+                    self.pool = message
+                case _:
+                    pass
+            self._on_event(message)
+
+    async def tell_all(self, message: ToRank) -> None:
+        """To every rank that has reported; a rank that is gone does not hold up the others."""
+        body = self._encoder.encode(message)
+        for identity in self._identities.values():
+            await self._socket.send_multipart([identity, body])
+
+    def close(self) -> None:
+        self._socket.close()

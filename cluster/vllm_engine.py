@@ -1,0 +1,125 @@
+"""Starts one vLLM engine for a worker host and speaks to it.
+
+Internals of vLLM 0.32 this relies on: `AsyncEngineArgs.create_engine_config`,
+`EngineCoreClient.make_async_mp_client`, `AsyncMPClient.{add_request_async, abort_requests_async,
+get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `EngineCoreRequest/Outputs`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from cluster.messages import EngineFacts
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+CONNECTOR_NAME = "TwinpoolConnector"
+CONNECTOR_MODULE = "kvtransfer.vllm_connector"
+
+KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+
+class EngineLost(Exception):
+    """The engine core or one of its ranks died; its requests are lost."""
+
+
+class RequestUnreadable(Exception):
+    """The frames are not an `EngineCoreRequest` of this vLLM version."""
+
+
+def engine_config(
+    model: str, options: dict[str, Any], kv_role: KvRole, connector_settings: dict[str, Any]
+) -> VllmConfig:
+    """vLLM's configuration of an engine whose KV goes through the twinpool connector.
+
+    `options` are keyword arguments of AsyncEngineArgs. Raises what vLLM raises for values it refuses.
+    """
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR_NAME,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role=kv_role,
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=connector_settings,
+    )
+    args = AsyncEngineArgs(model=model, kv_transfer_config=transfer, **options)
+    return args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+class Engine:
+    """One engine core and its ranks, as processes of their own, owned by this process."""
+
+    def __init__(self, config: VllmConfig, client: AsyncMPClient, supported_tasks: Sequence[str]) -> None:
+        self._config = config
+        self._client = client
+        self._supported_tasks = list(supported_tasks)
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    @classmethod
+    async def start(cls, config: VllmConfig) -> "Engine":
+        """Returns when weights are loaded and the KV cache is allocated; the event loop stays free meanwhile."""
+        client = await asyncio.to_thread(
+            EngineCoreClient.make_async_mp_client, config, Executor.get_class(config), log_stats=True
+        )
+        return cls(config, client, await client.get_supported_tasks_async())
+
+    @property
+    def facts(self) -> EngineFacts:
+        config = self._config
+        return EngineFacts(
+            model=config.model_config.model,
+            max_model_len=config.model_config.max_model_len,
+            block_size=config.cache_config.block_size,
+            num_blocks=config.cache_config.num_gpu_blocks or 0,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+            dtype=str(config.model_config.dtype),
+            supported_tasks=self._supported_tasks,
+        )
+
+    def read_request(self, frames: Sequence[bytes]) -> EngineCoreRequest:
+        try:
+            request: EngineCoreRequest = self._decoder.decode(frames)
+        except Exception as error:  # the decoder raises whatever the content provokes
+            raise RequestUnreadable(f"not a request of this vLLM version: {type(error).__name__}: {error}") from error
+        return request
+
+    async def submit(self, request: EngineCoreRequest) -> None:
+        try:
+            await self._client.add_request_async(request)
+        except EngineDeadError as error:
+            raise EngineLost("the engine core died") from error
+
+    async def abort(self, request_ids: list[str]) -> None:
+        try:
+            await self._client.abort_requests_async(request_ids)
+        except EngineDeadError as error:
+            raise EngineLost("the engine core died") from error
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        """The outputs of one engine step. Raises `EngineLost` when there will be no more."""
+        try:
+            return await self._client.get_output_async()
+        except EngineDeadError as error:
+            raise EngineLost("the engine core or one of its ranks died") from error
+
+    def outputs_frames(self, outputs: EngineCoreOutputs) -> list[Any]:
+        return list(self._encoder.encode(outputs))
+
+    def failure_frames(self, request_id: str) -> list[Any]:
+        """Outputs that end one request with vLLM's internal-error reason."""
+        failed = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
+        return self.outputs_frames(EngineCoreOutputs(outputs=[failed]))
+
+    async def call_utility(self, method: str, args: Sequence[Any]) -> Any:
+        return await self._client.call_utility_async(method, *args)
+
+    async def stop(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._client.shutdown, timeout_s)

@@ -1,0 +1,351 @@
+"""The process around one engine: takes requests from the proxy, gives back outputs, reports load, notices death.
+
+A host is either whole or gone: when its engine, its ranks' channel or any of its tasks fails, it says
+`Goodbye` with the cause and exits, and the proxy acts on that.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections import deque
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import psutil
+import uvloop
+import zmq
+import zmq.asyncio
+
+from cluster import messages as wire
+from cluster.rank_channel import RankChannel
+from cluster.vllm_engine import Engine, EngineLost, KvRole, RequestUnreadable, engine_config
+from cluster.worker_settings import WorkerSettings
+from kvtransfer.host_messages import DropExports, ExportStarted, FirstToken, FromRank, HoldExports, ImportClosed
+
+log = logging.getLogger("twinpool.worker")
+
+MAX_REMEMBERED_EXPORTS = 10_000
+
+Number = TypeVar("Number", int, float)
+
+
+class WorkerStopped(Exception):
+    """The host must leave; the text is the cause, for the proxy and the log."""
+
+    def __init__(self, cause: str, exit_code: int) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.exit_code = exit_code
+
+
+class WorkerHost:
+    """One worker. `run` returns the exit code."""
+
+    def __init__(self, settings: WorkerSettings, kv_role: KvRole) -> None:
+        self._settings = settings
+        self._kv_role = kv_role
+        self._epoch = uuid.uuid4().hex
+        self._context = zmq.asyncio.Context()
+        self._ranks = RankChannel(self._context, settings.report_address, self._on_rank_event)
+        self._proxy = self._context.socket(zmq.DEALER)
+        self._proxy.setsockopt(zmq.LINGER, 500)  # time for a last Goodbye
+        self._proxy.setsockopt(zmq.IDENTITY, f"{settings.worker_id}.{self._epoch}".encode())
+        self._outbox: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(wire.ToWorker)
+        self._engine: Engine | None = None
+        self._stop = asyncio.Event()
+        self._ranks_complete = asyncio.Event()
+        self._active: set[str] = set()
+        self._exports: deque[str] = deque(maxlen=MAX_REMEMBERED_EXPORTS)
+        self._proxy_epoch = ""
+        self._proxy_heard_at_s = 0.0
+        self._num_ranks = 0
+        self._num_running = 0
+        self._num_waiting = 0
+        self._bad_frames = 0
+
+    @classmethod
+    async def start_and_run(cls, settings: WorkerSettings, kv_role: KvRole) -> int:
+        """Sockets belong to the running loop, so the host is made inside it."""
+        return await cls(settings, kv_role).run()
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        cause, exit_code = "stopped", 0
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._leave_when_told())
+                tasks.create_task(self._ranks.run())
+                tasks.create_task(self._work(tasks))
+        except* WorkerStopped as group:
+            first = _first(group)
+            assert isinstance(first, WorkerStopped)
+            cause, exit_code = first.cause, first.exit_code
+        except* EngineLost as group:
+            cause, exit_code = str(_first(group)), 1
+        except* Exception as group:
+            error = _first(group)
+            cause, exit_code = f"{type(error).__name__}: {error}", 1
+            log.error("worker_failed worker=%s", self._settings.worker_id, exc_info=error)
+        log.info("worker_leaving worker=%s cause=%s", self._settings.worker_id, cause)
+        await self._close(cause)
+        return exit_code
+
+    async def _leave_when_told(self) -> None:
+        await self._stop.wait()
+        raise WorkerStopped("told to stop", 0)
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._start_engine()
+        except TimeoutError as error:
+            raise WorkerStopped(
+                f"the engine was not up within start_timeout_s={self._settings.start_timeout_s:g}; raise it, or see "
+                "this worker's log for what takes so long",
+                1,
+            ) from error
+        self._proxy.connect(self._settings.proxy_address)
+        tasks.create_task(self._send_to_proxy())
+        tasks.create_task(self._read_proxy())
+        tasks.create_task(self._beat())
+        tasks.create_task(self._pump_outputs())
+
+    async def _start_engine(self) -> None:
+        config = await asyncio.to_thread(
+            engine_config, self._settings.model, self._settings.engine, self._kv_role, self._connector_settings()
+        )
+        self._engine = await Engine.start(config)
+        self._num_ranks = config.parallel_config.world_size
+        self._check_ranks_complete()
+        await self._ranks_complete.wait()
+
+    def _connector_settings(self) -> dict[str, Any]:
+        return {
+            "worker_id": self._settings.worker_id,
+            "bind": self._settings.rank_bind,
+            "report_to": self._settings.report_address,
+            **self._settings.transfer.model_dump(exclude={"bind_host"}),
+        }
+
+    async def _close(self, cause: str) -> None:
+        if self._proxy_heard_at_s:
+            goodbye = wire.Goodbye(self._settings.worker_id, self._epoch, cause)
+            try:
+                await asyncio.wait_for(self._proxy.send_multipart([self._encoder.encode(goodbye)]), 0.5)
+            except (TimeoutError, zmq.ZMQError) as error:
+                log.warning("goodbye_not_sent worker=%s error=%s", self._settings.worker_id, error)
+        if self._engine is not None:
+            await self._engine.stop(self._settings.stop_timeout_s)
+        self._ranks.close()
+        self._proxy.close()
+        self._context.term()
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def _check_ranks_complete(self) -> None:
+        if self._num_ranks and len(self._ranks.ready) >= self._num_ranks:
+            self._ranks_complete.set()
+
+    def _on_rank_event(self, message: FromRank) -> None:
+        match message:
+            case ExportStarted():
+                self._exports.append(message.transfer_id)
+                self._tell_proxy(wire.PrefillStarted(message.transfer_id))
+            case ImportClosed():
+                self._tell_proxy(wire.HandoverClosed(**msgspec.structs.asdict(message)))
+            case _:
+                self._check_ranks_complete()
+
+    # --- proxy -----------------------------------------------------------------------------------
+
+    def _tell_proxy(self, message: wire.FromWorker, frames: list[Any] | None = None) -> None:
+        self._outbox.put_nowait([self._encoder.encode(message), *(frames or ())])
+
+    async def _send_to_proxy(self) -> None:
+        """The only writer of the proxy socket while the host is at work."""
+        while True:
+            frames = await self._outbox.get()
+            await self._proxy.send_multipart(frames, copy=False)
+
+    async def _read_proxy(self) -> None:
+        while True:
+            frames = await self._proxy.recv_multipart()
+            self._proxy_heard_at_s = time.monotonic()
+            try:
+                message = self._decoder.decode(frames[0])
+            except msgspec.MsgspecError as error:
+                self._bad_frames += 1
+                log.warning("bad_proxy_frame worker=%s error=%s", self._settings.worker_id, error)
+                continue
+            await self._obey(message, frames[1:])
+
+    async def _obey(self, message: wire.ToWorker, frames: list[bytes]) -> None:
+        assert self._engine is not None
+        match message:
+            case wire.Submit(engine_request_id=request_id):
+                await self._submit(request_id, frames)
+            case wire.Abort(engine_request_ids=request_ids):
+                self._active.difference_update(request_ids)
+                await self._engine.abort(request_ids)
+            case wire.FirstToken(transfer_id=transfer_id, token=token):
+                await self._ranks.tell_all(FirstToken(transfer_id, token))
+            case wire.DropTransfers(transfer_ids=transfer_ids):
+                await self._ranks.tell_all(DropExports(transfer_ids))
+            case wire.HoldTransfers(transfer_ids=transfer_ids):
+                await self._ranks.tell_all(HoldExports(transfer_ids))
+            case wire.Utility():
+                await self._utility(message)
+            case wire.Welcome(proxy_epoch=epoch):
+                if self._proxy_epoch and epoch != self._proxy_epoch:
+                    await self._forget_proxy("another proxy took over")
+                self._proxy_epoch = epoch
+                log.info("joined worker=%s proxy_epoch=%s", self._settings.worker_id, epoch)
+            case wire.Rejected(reason=reason):
+                raise WorkerStopped(f"the proxy refused this worker: {reason}", 2)
+            case wire.Shutdown():
+                raise WorkerStopped("the proxy shut down", 0)
+            case wire.ProxyBeat(proxy_epoch=epoch):
+                if epoch != self._proxy_epoch:
+                    self._say_hello()
+
+    async def _submit(self, request_id: str, frames: list[bytes]) -> None:
+        assert self._engine is not None
+        try:
+            request = self._engine.read_request(frames)
+        except RequestUnreadable as error:
+            self._bad_frames += 1
+            log.warning("request_unreadable worker=%s request=%s error=%s", self._settings.worker_id, request_id, error)
+            self._tell_proxy(wire.Outputs(self._epoch), self._engine.failure_frames(request_id))
+            return
+        self._active.add(request_id)
+        await self._engine.submit(request)
+
+    async def _utility(self, call: wire.Utility) -> None:
+        assert self._engine is not None
+        error, result = "", b"\xc0"
+        if call.method not in wire.ALLOWED_UTILITIES:
+            error = f"{call.method} is not a utility a proxy may call"
+        else:
+            try:
+                result = msgspec.msgpack.encode(
+                    await self._engine.call_utility(call.method, msgspec.msgpack.decode(call.args))
+                )
+            except EngineLost:
+                raise
+            except Exception as failure:  # whatever the engine reports belongs to the caller, not to this host
+                error = f"{type(failure).__name__}: {failure}"
+        self._tell_proxy(wire.UtilityReply(call.call_id, error, msgspec.Raw(result)))
+
+    async def _pump_outputs(self) -> None:
+        assert self._engine is not None
+        while True:
+            outputs = await self._engine.next_outputs()
+            if (stats := outputs.scheduler_stats) is not None:
+                self._num_running, self._num_waiting = stats.num_running_reqs, stats.num_waiting_reqs
+            self._active.difference_update(out.request_id for out in outputs.outputs if out.finished)
+            self._tell_proxy(wire.Outputs(self._epoch), self._engine.outputs_frames(outputs))
+
+    # --- liveness --------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        liveness = self._settings.liveness
+        while True:
+            if not self._proxy_epoch:
+                self._say_hello()
+            else:
+                self._tell_proxy(self._load())
+                if time.monotonic() - self._proxy_heard_at_s > liveness.proxy_lost_after_s:
+                    await self._forget_proxy(f"the proxy was silent for {liveness.proxy_lost_after_s:g} s")
+            await asyncio.sleep(liveness.heartbeat_s)
+
+    async def _forget_proxy(self, why: str) -> None:
+        """Nobody waits for these requests any more: free what they hold."""
+        assert self._engine is not None
+        log.warning(
+            "proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active)
+        )
+        self._proxy_epoch = ""
+        if self._active:
+            await self._engine.abort(list(self._active))
+            self._active.clear()
+        if self._exports:
+            await self._ranks.tell_all(DropExports(list(self._exports)))
+            self._exports.clear()
+
+    def _say_hello(self) -> None:
+        assert self._engine is not None
+        ready = [self._ranks.ready[rank] for rank in sorted(self._ranks.ready)]
+        self._tell_proxy(
+            wire.WorkerHello(
+                protocol=wire.PROTOCOL_VERSION,
+                worker_id=self._settings.worker_id,
+                role=self._settings.role,
+                epoch=self._epoch,
+                pid=os.getpid(),
+                hostname=socket.gethostname(),
+                engine=self._engine.facts,
+                ranks=[wire.RankAddress(rank.rank, rank.address, rank.epoch) for rank in ready],
+                fingerprint=ready[0].fingerprint,
+                layout_fields=ready[0].layout_fields,
+            )
+        )
+
+    def _load(self) -> wire.WorkerLoad:
+        ranks = list(self._ranks.stats.values())
+        pool = self._ranks.pool
+        return wire.WorkerLoad(
+            worker_id=self._settings.worker_id,
+            epoch=self._epoch,
+            num_running=self._num_running,
+            num_waiting=self._num_waiting,
+            blocks_total=pool.total,
+            blocks_free=pool.free,
+            blocks_used=pool.used,
+            blocks_leased=pool.leased,
+            exports_open=max((rank.exports_open for rank in ranks), default=0),
+            imports_open=max((rank.imports_open for rank in ranks), default=0),
+            bytes_in=_sum_by_key([rank.bytes_in for rank in ranks]),
+            copy_s=_sum_by_key([rank.copy_s for rank in ranks]),
+            transfer_failures=_sum_by_key([rank.failures for rank in ranks]),
+            bad_frames=self._bad_frames + self._ranks.bad_frames + sum(rank.bad_frames for rank in ranks),
+            peers={address: link for rank in ranks for address, link in rank.peers.items()},
+        )
+
+
+def _sum_by_key(counts: list[dict[str, Number]]) -> dict[str, Number]:
+    keys = {key for count in counts for key in count}
+    return {key: sum(count[key] for count in counts if key in count) for key in sorted(keys)}
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    leaf: BaseException = group
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return leaf
+
+
+def run_worker(settings: WorkerSettings, kv_role: KvRole) -> NoReturn:
+    """Runs a host to its end and leaves the process, taking along whatever it started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    exit_code = runner.run(WorkerHost.start_and_run(settings, kv_role))
+    # An engine that was still starting runs in a thread that cannot be cancelled, and in processes that only
+    # this one knows; a plain return would wait for the first and leave the second behind.
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(exit_code)
+
+

@@ -1,0 +1,25 @@
+"""The decode worker: takes prompts' KV over and generates the tokens after the first.
+
+Run by the launcher as `python -m decode.worker SETTINGS.json`. It also prefills prompts that are not worth
+sending anywhere.
+"""
+
+import sys
+from pathlib import Path
+
+from cluster.worker_host import run_worker
+from cluster.worker_settings import WorkerSettingsError, read_worker_settings
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m decode.worker SETTINGS.json (written by `twinpool serve`)")
+    try:
+        settings = read_worker_settings(Path(sys.argv[1]))
+    except WorkerSettingsError as error:
+        sys.exit(str(error))
+    run_worker(settings, "kv_consumer")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The connector's half inside each rank: carries out `StepOrders` on the rank's endpoint.
+
+Internals of vLLM 0.32 this relies on: `finished_sending` may name a request only after its
+`request_finished` returned True, `finished_recving` only one that the scheduler parked on blocks; either
+exactly once (vLLM asserts both).
+"""
+
+import logging
+from dataclasses import dataclass, field
+
+from kvtransfer.rank_endpoint import RankEndpoint
+from kvtransfer.step_orders import ClosedRequest, StepOrders
+
+log = logging.getLogger("twinpool.kvtransfer")
+
+NO_FORWARD_WAIT_S = 0.005
+"""How long a step without computation may wait for a transfer: it replaces vLLM's 1 kHz polling."""
+
+
+@dataclass
+class StepResults:
+    """What one step has to report."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    bad_block_ids: set[int] = field(default_factory=set)
+    closed: list[ClosedRequest] = field(default_factory=list)
+
+
+class RankSide:
+    """Lives in the rank's engine thread; the endpoint's threads do all waiting and copying."""
+
+    def __init__(self, endpoint: RankEndpoint, rank: int) -> None:
+        self._endpoint = endpoint
+        self._rank = rank
+        self._export_requests: dict[str, str] = {}  # transfer id -> request id
+        self._import_requests: dict[str, str] = {}
+        self._ended_exports: set[str] = set()
+        """Exports whose request ended: only now may the scheduler hear that they closed."""
+        self._closed_exports: set[str] = set()
+        self._awaited_imports: set[str] = set()
+        self._has_orders_to_wait_for = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._export_requests or self._import_requests)
+
+    def before_forward(self, orders: StepOrders) -> None:
+        endpoint = self._endpoint
+        endpoint.check()
+        for opened in orders.open_exports:
+            self._export_requests[opened.transfer_id] = opened.request_id
+            endpoint.open_export(opened.transfer_id, opened.prompt_hash, opened.num_prompt_tokens)
+        for transfer_id in orders.restart_exports:
+            endpoint.restart_export(transfer_id)
+        for finished in orders.finish_exports:
+            self._ended_exports.add(finished.transfer_id)
+            endpoint.finish_export(
+                finished.transfer_id, finished.block_ids, finished.num_tokens, finished.first_token
+            )
+        for aborted in orders.abort_exports:
+            self._ended_exports.add(aborted.transfer_id)
+            endpoint.abort_export(aborted.transfer_id, aborted.reason)
+        for wanted in orders.open_imports:
+            self._import_requests[wanted.transfer_id] = wanted.request_id
+            address, epoch = wanted.rank_addresses[self._rank % len(wanted.rank_addresses)]
+            endpoint.open_import(
+                wanted.transfer_id, address, epoch, wanted.prompt_hash, wanted.num_tokens, wanted.wants_first_token
+            )
+        for placed in orders.place_imports:
+            if placed.awaited:
+                self._awaited_imports.add(placed.transfer_id)
+            endpoint.place_import(placed.transfer_id, placed.first_block, placed.block_ids)
+        for transfer_id in orders.cancel_imports:
+            endpoint.cancel_import(transfer_id)
+
+    def after_forward(self, orders: StepOrders) -> None:
+        for ready in orders.announcements:
+            self._endpoint.announce(ready.transfer_id, ready.block_ids, ready.num_tokens)
+
+    def take_results(self, orders: StepOrders) -> StepResults:
+        if orders.no_forward and not self.is_idle:
+            self._endpoint.wait(NO_FORWARD_WAIT_S)
+        results = StepResults()
+        for export in self._endpoint.take_closed_exports():
+            log.debug("export_closed transfer=%s outcome=%s", export.transfer_id, export.outcome)
+            self._closed_exports.add(export.transfer_id)
+        for transfer_id in self._closed_exports & self._ended_exports:
+            self._closed_exports.discard(transfer_id)
+            self._ended_exports.discard(transfer_id)
+            results.sent.add(self._export_requests.pop(transfer_id))
+        for imported in self._endpoint.take_closed_imports():
+            request_id = self._import_requests.pop(imported.transfer_id)
+            if imported.failure_kind:
+                log.warning(
+                    "import_failed transfer=%s outcome=%s kind=%s reason=%s",
+                    imported.transfer_id, imported.outcome, imported.failure_kind, imported.reason,
+                )  # fmt: skip
+            if imported.transfer_id in self._awaited_imports:
+                self._awaited_imports.discard(imported.transfer_id)
+                results.received.add(request_id)
+                results.bad_block_ids.update(imported.bad_block_ids)
+            if imported.outcome != "cancelled":
+                results.closed.append(
+                    ClosedRequest(request_id, imported.first_token, imported.outcome == "loaded")
+                )
+        return results
+
+    def close(self) -> None:
+        self._endpoint.close()

@@ -1,0 +1,24 @@
+"""The prefill worker: computes prompts chunk by chunk and hands their KV over.
+
+Run by the launcher as `python -m prefill.worker SETTINGS.json`.
+"""
+
+import sys
+from pathlib import Path
+
+from cluster.worker_host import run_worker
+from cluster.worker_settings import WorkerSettingsError, read_worker_settings
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m prefill.worker SETTINGS.json (written by `twinpool serve`)")
+    try:
+        settings = read_worker_settings(Path(sys.argv[1]))
+    except WorkerSettingsError as error:
+        sys.exit(str(error))
+    run_worker(settings, "kv_producer")
+
+
+if __name__ == "__main__":
+    main()
