@@ -13,16 +13,22 @@ LinkName = Literal["host", "zmq"]
 # vLLM's own defaults do not matter here: every value is passed explicitly or not at all.
 EngineOptions = dict[str, Any]
 
-# Engine options that the cluster sets itself, and the field that decides each.
+# Engine options that the cluster sets itself, and what to do instead of giving them.
 OWNED_ENGINE_OPTIONS: dict[str, str] = {
-    "model": "`model`",
-    "served_model_name": "`served_model_name`",
-    "tensor_parallel_size": "`pools.<role>.tensor_parallel`",
-    "kv_transfer_config": "`transfer` (twinpool sets the connector itself)",
-    "scheduler_cls": "nothing: the worker's role decides it",
-    "data_parallel_size": "`pools.<role>.replicas`",
-    "pipeline_parallel_size": "nothing: pipeline parallel workers are not supported yet",
+    "model": "Set `model` instead",
+    "served_model_name": "Set `served_model_name` instead",
+    "tensor_parallel_size": "Set `pools.prefill.tensor_parallel` or `pools.decode.tensor_parallel` instead",
+    "data_parallel_size": "Set `pools.prefill.replicas` or `pools.decode.replicas` instead",
+    "kv_transfer_config": "Remove it: twinpool sets the connector itself, from `transfer`",
+    "scheduler_cls": "Remove it: the worker's role decides the scheduler",
+    "pipeline_parallel_size": "Remove it: use tensor_parallel, workers with pipeline stages are not supported yet",
 }
+
+# Engine options that the proxy and both pools must agree on, so they are given once, at the top.
+SHARED_ENGINE_OPTIONS = frozenset({
+    "max_model_len", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "revision",
+    "hf_overrides", "trust_remote_code", "generation_config", "max_logprobs",
+})  # fmt: skip
 
 
 class ConfigNode(BaseModel):
@@ -35,7 +41,9 @@ class PoolConfig(ConfigNode):
     """The workers of one role."""
 
     replicas: int = Field(default=1, ge=0, le=1024, description="How many workers of this role.")
-    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="Ranks per worker (vLLM's tensor_parallel_size).")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=1024, description="Ranks per worker (vLLM's tensor_parallel_size)."
+    )
     engine: EngineOptions = Field(
         default_factory=dict,
         description="vLLM engine options for this role, by vLLM's own names; they win over the top-level `engine`.",
@@ -44,6 +52,13 @@ class PoolConfig(ConfigNode):
         default_factory=dict,
         description="Environment variables of these workers, for example CUDA_VISIBLE_DEVICES; they win over twinpool's.",
     )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _yaml_reads_digits_as_numbers(cls, value: object) -> object:
+        if isinstance(value, dict):
+            return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
+        return value
 
 
 class PoolsConfig(ConfigNode):
@@ -130,9 +145,13 @@ class SloConfig(ConfigNode):
 class LivenessConfig(ConfigNode):
     """When a silent process counts as dead. Seconds."""
 
-    heartbeat_s: float = Field(default=1.0, gt=0, description="How often hosts and the proxy tell each other they live.")
+    heartbeat_s: float = Field(
+        default=1.0, gt=0, description="How often hosts and the proxy tell each other they live."
+    )
     dead_after_s: float = Field(default=5.0, gt=0, description="The proxy gives up a worker silent for this long.")
-    proxy_lost_after_s: float = Field(default=5.0, gt=0, description="A worker drops the requests of a proxy so silent.")
+    proxy_lost_after_s: float = Field(
+        default=5.0, gt=0, description="A worker drops the requests of a proxy so silent."
+    )
 
     @model_validator(mode="after")
     def _beats_fit_into_the_deadlines(self) -> "LivenessConfig":

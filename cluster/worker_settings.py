@@ -25,7 +25,9 @@ class WorkerSettings(BaseModel):
     worker_id: str = Field(description="Unique in the cluster: `prefill-0`, `decode-1`.")
     role: Role
     proxy_address: str = Field(description="ZMQ endpoint of the proxy's ROUTER.")
-    runtime_dir: Path = Field(description="Private directory (0700) of this cluster run; ipc sockets and logs live here.")
+    runtime_dir: Path = Field(
+        description="Private directory (0700) of this cluster run; ipc sockets and logs live here."
+    )
     model: str = Field(description="Directory of the model, or a name vLLM resolves.")
     engine: dict[str, Any] = Field(
         description="Keyword arguments of vLLM's AsyncEngineArgs, without `model` and `kv_transfer_config`; "

@@ -1,0 +1,247 @@
+"""Checks of a configuration against the installed vLLM, the model and this machine, before any process starts."""
+
+import errno
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cluster.config import OWNED_ENGINE_OPTIONS, SHARED_ENGINE_OPTIONS, ClusterConfig, PoolConfig, Role
+from cluster.preflight.machine import Machine
+from cluster.preflight.model_facts import ModelFacts, kv_element_bytes
+from cluster.preflight.problems import ConfigError, Problem, did_you_mean
+from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
+from cluster.worker_plan import WorkerPlan, plan_workers
+
+_CPU_BLOCK_MULTIPLE = 32
+_CPU_DEFAULT_BLOCK = 128
+_GPU_DEFAULT_BLOCK = 16
+_WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")
+_ROLES: tuple[Role, Role] = ("prefill", "decode")
+
+
+def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | None) -> list[WorkerPlan]:
+    """The plan of a configuration that can be started here; raises `ConfigError` with every problem found."""
+    problems = [*vllm_option_problems(config, installed_vllm_options()), *port_problems(config)]
+    problems += [*number_problems(config), *parallel_problems(config, model)]
+    if problems:
+        raise ConfigError(problems)
+    plans = plan_workers(config, machine, model)
+    problems = [problem for plan in plans for problem in engine_problems(config, plan, machine, model)]
+    problems += memory_problems(plans, machine, model)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    return plans
+
+
+def vllm_option_problems(config: ClusterConfig, options: VllmOptions) -> list[Problem]:
+    """Options that vLLM does not have, that are given in the wrong place, or that twinpool sets itself."""
+    problems = []
+    for path, given in _engine_tables(config):
+        for name in given:
+            if name in OWNED_ENGINE_OPTIONS:
+                problems.append(Problem(f"{path}.{name}", "twinpool decides this option", OWNED_ENGINE_OPTIONS[name]))
+            elif path != "engine" and name in SHARED_ENGINE_OPTIONS:
+                problems.append(
+                    Problem(f"{path}.{name}", "both pools and the API server must agree on it", f"Set engine.{name}")
+                )
+            elif name not in options.engine:
+                problems.append(
+                    _unknown(
+                        f"{path}.{name}", name, "engine option", options.engine, options.frontend, "server.options"
+                    )
+                )
+    for name in config.server.options:
+        if name in ("host", "port"):
+            problems.append(Problem(f"server.options.{name}", "twinpool decides this option", f"Set server.{name}"))
+        elif name not in options.frontend:
+            problems.append(
+                _unknown(f"server.options.{name}", name, "frontend option", options.frontend, options.engine, "engine")
+            )
+    return problems
+
+
+def _unknown(
+    path: str, name: str, kind: str, known: Iterable[str], elsewhere: Iterable[str], elsewhere_path: str
+) -> Problem:
+    plain = name.replace("-", "_")
+    if plain in elsewhere:
+        remedy = f"Move it to {elsewhere_path}.{plain}"
+    elif guess := did_you_mean(name, known):
+        remedy = f"Did you mean {guess}? Otherwise remove it"
+    else:
+        remedy = "Remove it, or see vLLM's documentation for the names"
+    return Problem(path, f"vLLM has no {kind} of this name", remedy)
+
+
+def port_problems(config: ClusterConfig) -> list[Problem]:
+    """Whether the API server can listen where it should."""
+    host, port = config.server.host, config.server.port
+    if config.server.options.get("uds"):
+        return []
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        return [
+            Problem(
+                "server.host", f"{host!r} is no address of this machine ({error.strerror})", "Use 127.0.0.1 or 0.0.0.0"
+            )
+        ]
+    with socket.socket(family[0], socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(family[4])
+        except OSError as error:
+            return [_port_problem(host, port, error)]
+    return []
+
+
+def _port_problem(host: str, port: int, error: OSError) -> Problem:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return Problem(
+                "server.port", f"port {port} on {host} is taken", f"Stop what uses it, or set server.port={port + 1}"
+            )
+        case errno.EACCES:
+            return Problem("server.port", f"this user may not listen on port {port}", "Use a port above 1023")
+        case errno.EADDRNOTAVAIL:
+            return Problem("server.host", f"{host!r} is no address of this machine", "Use 127.0.0.1 or 0.0.0.0")
+    return Problem("server.port", f"cannot listen on {host}:{port}: {error.strerror}", "Choose another host or port")
+
+
+def number_problems(config: ClusterConfig) -> list[Problem]:
+    """Options that the checks below calculate with must be numbers."""
+    return [
+        Problem(f"{path}.{name}", f"found {given[name]!r}, expected a whole number above 0", "Correct the value")
+        for path, given in _engine_tables(config)
+        for name in _WHOLE_NUMBERS
+        if name in given
+        and not _is_count(given[name])
+        and not (name == "max_model_len" and given[name] in (-1, "auto"))
+    ]
+
+
+def parallel_problems(config: ClusterConfig, model: ModelFacts | None) -> list[Problem]:
+    """Ranks that would get a fraction of a head."""
+    if model is None or model.num_heads is None:
+        return []
+    problems = []
+    for role in _ROLES:
+        ranks = config.pools.of(role).tensor_parallel
+        fitting = [n for n in range(1, model.num_heads + 1) if _heads_divide(model, n)]
+        if config.pools.of(role).replicas and ranks not in fitting:
+            problems.append(
+                Problem(
+                    f"pools.{role}.tensor_parallel",
+                    f"{ranks} ranks cannot share the model's {model.num_heads} attention heads"
+                    + (f" and {model.num_kv_heads} KV heads" if model.num_kv_heads else ""),
+                    f"Use one of {', '.join(map(str, fitting))}",
+                )
+            )
+    return problems
+
+
+def _heads_divide(model: ModelFacts, ranks: int) -> bool:
+    if model.num_heads is None or model.num_heads % ranks:
+        return False
+    return model.num_kv_heads is None or model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
+
+
+def engine_problems(
+    config: ClusterConfig, plan: WorkerPlan, machine: Machine, model: ModelFacts | None
+) -> list[Problem]:
+    """What the engine of one worker would refuse, or accept and then be of no use with."""
+    block_size = plan.engine.get("block_size") or (_CPU_DEFAULT_BLOCK if machine.on_cpu else _GPU_DEFAULT_BLOCK)
+    hybrid = model is not None and model.num_layers is None
+    if machine.on_cpu and not hybrid and block_size % _CPU_BLOCK_MULTIPLE:
+        return [
+            Problem(
+                _path_of(config, plan, "block_size"),
+                f"a block of {block_size} tokens does not suit CPU attention, which wants a multiple of "
+                f"{_CPU_BLOCK_MULTIPLE}",
+                f"Use {_CPU_BLOCK_MULTIPLE * max(1, round(block_size / _CPU_BLOCK_MULTIPLE))}, or leave it out for "
+                f"{_CPU_DEFAULT_BLOCK}",
+            )
+        ]
+    asked = plan.engine.get("max_model_len")
+    limit = model.max_positions if model is not None else None
+    if isinstance(asked, int) and limit is not None and asked > limit:
+        return [
+            Problem(
+                "engine.max_model_len",
+                f"{asked} is beyond the {limit} tokens the model was made for",
+                f"Use at most {limit}",
+            )
+        ]
+    length = asked if isinstance(asked, int) and asked > 0 else limit
+    return _kv_problems(config, plan, model, length, block_size) if model is not None and length is not None else []
+
+
+def _kv_problems(
+    config: ClusterConfig, plan: WorkerPlan, model: ModelFacts, max_model_len: int, block_size: int
+) -> list[Problem]:
+    memory = kv_memory_bytes(plan)
+    element = kv_element_bytes(plan.engine.get("dtype"), plan.engine.get("kv_cache_dtype"))
+    per_token = model.kv_bytes_per_token(plan.engine["tensor_parallel_size"], element)
+    if memory is None or per_token is None:
+        return []
+    # One block more than the request: vLLM keeps block 0 for itself.
+    num_blocks = -(-max_model_len // block_size) + 1
+    needed = num_blocks * block_size * per_token
+    if needed <= memory:
+        return []
+    fitting = (memory // (block_size * per_token) - 1) * block_size
+    shorter = f", or set engine.max_model_len to at most {fitting}" if fitting > 0 else ""
+    return [
+        Problem(
+            _path_of(config, plan, "kv_cache_memory_bytes"),
+            f"{_mib(memory)} of KV memory cannot hold one request of max_model_len={max_model_len}: {num_blocks} blocks x "
+            f"{block_size} tokens x {per_token} bytes = {_mib(needed)}",
+            f"Raise it to at least {needed}{shorter}",
+        )
+    ]
+
+
+def kv_memory_bytes(plan: WorkerPlan) -> int | None:
+    """KV memory of each rank of a worker, None where the engine finds it out itself (GPUs)."""
+    space_gib = plan.env.get("VLLM_CPU_KVCACHE_SPACE", "")
+    if space_gib.isdigit() and int(space_gib) > 0:
+        return int(space_gib) << 30
+    given = plan.engine.get("kv_cache_memory_bytes")
+    return given if _is_count(given) else None
+
+
+def memory_problems(plans: list[WorkerPlan], machine: Machine, model: ModelFacts | None) -> list[Problem]:
+    """Whether weights and KV caches of all workers fit into this machine's memory (CPU only)."""
+    if not machine.on_cpu:
+        return []
+    weights = (model.weight_bytes if model is not None else 0) * len(plans)
+    kv = sum((kv_memory_bytes(plan) or 0) * plan.engine["tensor_parallel_size"] for plan in plans)
+    if weights + kv <= machine.memory_free_bytes:
+        return []
+    return [
+        Problem(
+            "engine.kv_cache_memory_bytes",
+            f"{len(plans)} workers need {_mib(weights)} for weights and {_mib(kv)} for KV caches, "
+            f"{_mib(machine.memory_free_bytes)} are free",
+            "Lower it, or lower pools.<role>.replicas, or free memory",
+        )
+    ]
+
+
+def _engine_tables(config: ClusterConfig) -> list[tuple[str, Mapping[str, Any]]]:
+    pools: list[tuple[Role, PoolConfig]] = [(role, config.pools.of(role)) for role in _ROLES]
+    return [("engine", config.engine), *((f"pools.{role}.engine", pool.engine) for role, pool in pools)]
+
+
+def _path_of(config: ClusterConfig, plan: WorkerPlan, option: str) -> str:
+    """Where the operator gave, or should give, an engine option of this worker."""
+    in_pool = option in config.pools.of(plan.role).engine
+    return f"pools.{plan.role}.engine.{option}" if in_pool else f"engine.{option}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -1,0 +1,68 @@
+"""What `GET /twinpool/status` answers: the proxy writes it, `twinpool status` and the demonstration read it."""
+
+import msgspec
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """KV blocks of one worker; `free + used + leased == total`."""
+
+    total: int = 0
+    free: int = 0
+    used: int = 0
+    leased: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker as the proxy sees it."""
+
+    worker_id: str
+    role: str
+    state: str
+    """`starting`, `ready` or `dead`."""
+    cause: str = ""
+    """Why it is dead."""
+    epoch: str = ""
+    pid: int = 0
+    hostname: str = ""
+    running: int = 0
+    waiting: int = 0
+    blocks: BlockCounts = BlockCounts()
+    exports_open: int = 0
+    imports_open: int = 0
+    heard_ago_s: float = 0.0
+    peers: dict[str, str] = {}
+    """Per peer address: the link in use and why, or the reason of a refusal."""
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """Everything that moved over one kind of link since the start, over all decode workers."""
+
+    link: str
+    bytes_moved: int = 0
+    copy_s: float = 0.0
+
+
+class LastRequest(msgspec.Struct, frozen=True):
+    """The last request that was prefilled remotely and whose hand-over has ended."""
+
+    prompt_tokens: int = 0
+    ttft_s: float = 0.0
+    handover_s: float = 0.0
+    """From the end of the prefill until the decode worker held every block."""
+    bytes_moved: int = 0
+    link: str = ""
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """The whole answer."""
+
+    model: str
+    requests_running: int = 0
+    requests_waiting: int = 0
+    workers: list[WorkerStatus] = []
+    links: list[LinkStatus] = []
+    transfers: dict[str, int] = {}
+    """Hand-overs by outcome: loaded, recompute, cancelled."""
+    transfer_failures: dict[str, int] = {}
+    """By failure kind."""
+    last_request: LastRequest | None = None

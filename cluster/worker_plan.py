@@ -1,0 +1,144 @@
+"""Decides, without touching anything, which workers run with which cores, memory, devices and engine options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import ClusterConfig, PoolConfig, Role
+from cluster.preflight.machine import Machine
+from cluster.preflight.model_facts import ModelFacts
+from cluster.preflight.problems import ConfigError, Problem
+
+_GIB = 1 << 30
+_KV_STEP_BYTES = 256 << 20
+_KV_SMALL_MACHINE_BYTES = 2 * _GIB
+_KV_LARGE_MACHINE_BYTES = 8 * _GIB
+_LARGE_MACHINE_BYTES = 64 * _GIB
+# Python, torch and compiled kernels of a host, an engine core and a rank, measured at about 1.1 GiB on CPUs.
+_WORKER_OVERHEAD_BYTES = 1_250 << 20
+
+_CPU_CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker to start."""
+
+    worker_id: str
+    role: Role
+    engine: Mapping[str, Any]
+    """Keyword arguments for AsyncEngineArgs, without model and connector."""
+    env: Mapping[str, str]
+    """Variables to set on top of the machine's environment."""
+    cores: tuple[tuple[int, ...], ...]
+    """Per rank, the logical CPUs its compute threads are bound to; empty where vLLM or the operator decides."""
+
+
+def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:
+    """The workers of a configuration on this machine, prefill first; raises `ConfigError` when they do not fit."""
+    seats = [(role, index) for role in _roles() for index in range(config.pools.of(role).replicas)]
+    num_ranks = sum(config.pools.of(role).tensor_parallel for role, _ in seats)
+    cores = _split_cores(machine, num_ranks) if machine.on_cpu else []
+    kv_bytes = _default_kv_bytes(machine, num_ranks, len(seats), model)
+    gpus = _GpuHand(machine.gpus, _num_gpus_wanted(config))
+    plans = []
+    for role, index in seats:
+        pool = config.pools.of(role)
+        cores_of_ranks = tuple(cores[: pool.tensor_parallel])
+        cores = cores[pool.tensor_parallel :]
+        env = {} if machine.on_cpu else gpus.take(pool)
+        if machine.on_cpu:
+            cores_of_ranks, env = _bind(cores_of_ranks, pool, machine)
+        plans.append(
+            WorkerPlan(
+                worker_id=f"{role}-{index}",
+                role=role,
+                engine=_engine_options(config, pool, machine, kv_bytes),
+                env={**_quiet_environment(model, machine), **env, **pool.env},
+                cores=cores_of_ranks,
+            )
+        )
+    return plans
+
+
+def _roles() -> tuple[Role, Role]:
+    return ("prefill", "decode")
+
+
+def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, kv_bytes: int) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    if machine.on_cpu:
+        # Chunks short enough that a step on one core stays near half a second.
+        defaults["max_num_batched_tokens"] = _CPU_CHUNK_TOKENS
+        if "VLLM_CPU_KVCACHE_SPACE" not in pool.env and not machine.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            defaults["kv_cache_memory_bytes"] = kv_bytes
+    return {**defaults, **config.engine, **pool.engine, "tensor_parallel_size": pool.tensor_parallel}
+
+
+def _bind(
+    cores: tuple[tuple[int, ...], ...], pool: PoolConfig, machine: Machine
+) -> tuple[tuple[tuple[int, ...], ...], dict[str, str]]:
+    """The cores of a worker's ranks in vLLM's notation, `0-3|4-7`, unless the operator binds threads himself."""
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    if name in pool.env or machine.environ.get(name):
+        return (), {}
+    return cores, {name: "|".join(",".join(str(cpu) for cpu in of_rank) for of_rank in cores)}
+
+
+def _split_cores(machine: Machine, num_ranks: int) -> list[tuple[int, ...]]:
+    """Cores per rank. Whole cores when there are enough, hardware threads when not, shared when those are too few."""
+    cores = machine.cores
+    if len(cores) < num_ranks:
+        cores = tuple(sorted((*machine.cores, *machine.siblings)))
+    if len(cores) < num_ranks:
+        return [(cores[rank % len(cores)],) for rank in range(num_ranks)]
+    # With cores to spare, one stays free for the proxy, the hosts and the engine cores.
+    spare = 1 if len(cores) >= 4 * num_ranks and not machine.siblings else 0
+    share = (len(cores) - spare) // num_ranks
+    return [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+
+
+def _default_kv_bytes(machine: Machine, num_ranks: int, num_workers: int, model: ModelFacts | None) -> int:
+    """KV memory per rank: half of what weights and processes leave free, within bounds, in steps of 256 MiB."""
+    weights = model.weight_bytes if model is not None else 0
+    left = machine.memory_free_bytes - num_workers * (weights + _WORKER_OVERHEAD_BYTES)
+    share = max(0, left) // 2 // max(1, num_ranks)
+    cap = _KV_LARGE_MACHINE_BYTES if machine.memory_free_bytes >= _LARGE_MACHINE_BYTES else _KV_SMALL_MACHINE_BYTES
+    return max(_KV_STEP_BYTES, min(cap, share) // _KV_STEP_BYTES * _KV_STEP_BYTES)
+
+
+def _quiet_environment(model: ModelFacts | None, machine: Machine) -> dict[str, str]:
+    """No look-ups on model hubs for a model that is on disk, no usage reports; the operator's own values win."""
+    wanted = {"VLLM_NO_USAGE_STATS": "1"}
+    if model is not None:
+        wanted["HF_HUB_OFFLINE"] = "1"
+    return {name: value for name, value in wanted.items() if name not in machine.environ}
+
+
+def _num_gpus_wanted(config: ClusterConfig) -> int:
+    pools = [config.pools.of(role) for role in _roles()]
+    return sum(pool.replicas * pool.tensor_parallel for pool in pools if "CUDA_VISIBLE_DEVICES" not in pool.env)
+
+
+class _GpuHand:
+    """Deals GPUs to workers in order."""
+
+    def __init__(self, gpus: tuple[str, ...], num_wanted: int) -> None:
+        if gpus and num_wanted > len(gpus):
+            raise ConfigError(
+                [
+                    Problem(
+                        "pools",
+                        f"replicas x tensor_parallel over both pools needs {num_wanted} GPUs, this machine shows {len(gpus)}",
+                        "Lower them, or let workers share: set pools.<role>.env.CUDA_VISIBLE_DEVICES and "
+                        "pools.<role>.engine.gpu_memory_utilization",
+                    )
+                ]
+            )
+        self._left = gpus
+
+    def take(self, pool: PoolConfig) -> dict[str, str]:
+        if "CUDA_VISIBLE_DEVICES" in pool.env:
+            return {}
+        mine, self._left = self._left[: pool.tensor_parallel], self._left[pool.tensor_parallel :]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
