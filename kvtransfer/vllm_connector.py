@@ -5,6 +5,7 @@ by name alone where the package is installed (`vllm_plugin.py` registers it). Wo
 proxy: a producer's reply then carries the `kv_transfer_params` to send to a consumer.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
-from kvtransfer.layout import probe_caches
-from kvtransfer.rank_endpoint import EndpointSettings, RankEndpoint
+from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.layout import ModelFacts, probe
+from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.step_orders import ClosedRequest, StepOrders
 from kvtransfer.vllm_rank_side import RankSide, StepResults
 from kvtransfer.vllm_scheduler_side import SchedulerSide
@@ -102,18 +104,21 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         rank = get_tensor_model_parallel_rank()
         spec: Any = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        caches = probe_caches(
-            kv_caches,
-            num_blocks=self._kv_cache_config.num_blocks,
-            block_size=spec.block_size,
-            num_kv_heads=getattr(spec, "num_kv_heads", 1),
-            head_size=spec.head_size,
+        facts = ModelFacts(
             model=config.model_config.model,
-            model_dtype=str(config.model_config.dtype),
+            dtype=str(config.model_config.dtype),
+            kv_dtype=str(spec.dtype),
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            block_size=spec.block_size,
+            layout_name=str(config.cache_config.kv_cache_layout),
             attention_backend=get_current_attn_backend(config).get_name(),
-            tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+            tp_size=config.parallel_config.tensor_parallel_size,
         )
-        self._endpoint = RankEndpoint(EndpointSettings.from_dict(self._settings, rank), caches)
+        known = {setting.name for setting in dataclasses.fields(EndpointSettings)}
+        settings = {name: value for name, value in self._settings.items() if name in known}
+        caches = probe(kv_caches, self._kv_cache_config.num_blocks, facts)
+        self._endpoint = RankEndpoint(EndpointSettings(rank=rank, **settings), caches)
         self._rank = RankSide(self._endpoint, rank)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
