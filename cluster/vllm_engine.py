@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from cluster.messages import EngineFacts
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -18,6 +17,8 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from cluster.messages import EngineFacts
 
 CONNECTOR_NAME = "TwinpoolConnector"
 CONNECTOR_MODULE = "kvtransfer.vllm_connector"

@@ -96,7 +96,7 @@ class WorkerHost:
         except* Exception as group:
             error = _first(group)
             cause, exit_code = f"{type(error).__name__}: {error}", 1
-            log.error("worker_failed worker=%s", self._settings.worker_id, exc_info=error)
+            log.exception("worker_failed worker=%s", self._settings.worker_id, exc_info=error)
         log.info("worker_leaving worker=%s cause=%s", self._settings.worker_id, cause)
         await self._close(cause)
         return exit_code
@@ -243,7 +243,7 @@ class WorkerHost:
                 )
             except EngineLost:
                 raise
-            except Exception as failure:  # whatever the engine reports belongs to the caller, not to this host
+            except Exception as failure:  # noqa: BLE001 - what the engine reports belongs to the caller
                 error = f"{type(failure).__name__}: {failure}"
         self._tell_proxy(wire.UtilityReply(call.call_id, error, msgspec.Raw(result)))
 
@@ -272,9 +272,7 @@ class WorkerHost:
     async def _forget_proxy(self, why: str) -> None:
         """Nobody waits for these requests any more: free what they hold."""
         assert self._engine is not None
-        log.warning(
-            "proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active)
-        )
+        log.warning("proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active))
         self._proxy_epoch = ""
         if self._active:
             await self._engine.abort(list(self._active))
@@ -347,5 +345,3 @@ def run_worker(settings: WorkerSettings, kv_role: KvRole) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(exit_code)
-
-

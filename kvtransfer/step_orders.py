@@ -143,5 +143,7 @@ class ImportParams:
 def _require_id(params: dict[str, Any]) -> str:
     transfer_id = params.get("transfer_id")
     if not isinstance(transfer_id, str) or not 8 <= len(transfer_id) <= 64:
-        raise ValueError(f"kv_transfer_params.transfer_id must be a string of 8 to 64 characters, found {transfer_id!r}")
+        raise ValueError(
+            f"kv_transfer_params.transfer_id must be a string of 8 to 64 characters, found {transfer_id!r}"
+        )
     return transfer_id

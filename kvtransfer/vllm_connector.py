@@ -13,13 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-
-from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.layout import ModelFacts, probe
-from kvtransfer.rank_endpoint import RankEndpoint
-from kvtransfer.step_orders import ClosedRequest, StepOrders
-from kvtransfer.vllm_rank_side import RankSide, StepResults
-from kvtransfer.vllm_scheduler_side import SchedulerSide
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -32,9 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.layout import ModelFacts, probe
+from kvtransfer.rank_endpoint import RankEndpoint
+from kvtransfer.step_orders import ClosedRequest, StepOrders
+from kvtransfer.vllm_rank_side import RankSide, StepResults
+from kvtransfer.vllm_scheduler_side import SchedulerSide
+
 if TYPE_CHECKING:
     import torch
-
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -147,9 +146,7 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._rank is None:
             return KVConnectorTransferResults()
         self._results = self._rank.take_results(self._orders())
-        return KVConnectorTransferResults(
-            finished_sending=self._results.sent, finished_recving=self._results.received
-        )
+        return KVConnectorTransferResults(finished_sending=self._results.sent, finished_recving=self._results.received)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._results.bad_block_ids
@@ -181,9 +178,7 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._side().num_tokens_to_load(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         (block_ids,) = blocks.get_block_ids()
         self._side().blocks_allocated(request, block_ids, num_external_tokens)
 

@@ -55,9 +55,7 @@ class RankSide:
             endpoint.restart_export(transfer_id)
         for finished in orders.finish_exports:
             self._ended_exports.add(finished.transfer_id)
-            endpoint.finish_export(
-                finished.transfer_id, finished.block_ids, finished.num_tokens, finished.first_token
-            )
+            endpoint.finish_export(finished.transfer_id, finished.block_ids, finished.num_tokens, finished.first_token)
         for aborted in orders.abort_exports:
             self._ended_exports.add(aborted.transfer_id)
             endpoint.abort_export(aborted.transfer_id, aborted.reason)
@@ -101,9 +99,7 @@ class RankSide:
                 results.received.add(request_id)
                 results.bad_block_ids.update(imported.bad_block_ids)
             if imported.outcome != "cancelled":
-                results.closed.append(
-                    ClosedRequest(request_id, imported.first_token, imported.outcome == "loaded")
-                )
+                results.closed.append(ClosedRequest(request_id, imported.first_token, imported.outcome == "loaded"))
         return results
 
     def close(self) -> None:

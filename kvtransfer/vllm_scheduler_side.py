@@ -4,13 +4,16 @@ Internals of vLLM 0.32 this relies on:
   * `Scheduler` calls the hooks in the order documented in `kv_connector/v1/base.py`; `take_events` is called
     last in `update_from_output`, after freed blocks went back to the pool.
   * `Request.prompt_token_ids`, `_all_token_ids`, `block_hashes`, `update_block_hashes()`.
-  * `KVCacheManager.get_block_ids(request_id)`, `.block_pool.hash_block_size`, `.coordinator.single_type_managers[0].req_to_blocks`.
+  * `KVCacheManager.get_block_ids(request_id)`, `.block_pool.hash_block_size`,
+    `.coordinator.single_type_managers[0].req_to_blocks`.
 """
 
 import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
 
 from kvtransfer.host_messages import PoolStats
 from kvtransfer.step_orders import (
@@ -26,7 +29,6 @@ from kvtransfer.step_orders import (
     StepOrders,
     hash_prompt,
 )
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -152,9 +154,7 @@ class SchedulerSide:
 
     def _place(self, imported: _Import, first_block: int, block_ids: list[int], awaited: bool) -> None:
         imported.placed, imported.awaited = True, awaited
-        self._orders.place_imports.append(
-            PlaceImport(imported.params.transfer_id, first_block, block_ids, awaited)
-        )
+        self._orders.place_imports.append(PlaceImport(imported.params.transfer_id, first_block, block_ids, awaited))
 
     def _close_early(self, imported: _Import) -> None:
         imported.closed = True

@@ -57,7 +57,8 @@ def step(new: dict[str, tuple[int, int]] | None = None, cached: dict[str, tuple[
     """Requests of one step as request id -> (tokens computed before, tokens scheduled)."""
     output = SchedulerOutput.make_empty()
     output.scheduled_new_reqs = [
-        SimpleNamespace(req_id=request_id, num_computed_tokens=before) for request_id, (before, _) in (new or {}).items()
+        SimpleNamespace(req_id=request_id, num_computed_tokens=before)
+        for request_id, (before, _) in (new or {}).items()
     ]
     cached = cached or {}
     output.scheduled_cached_reqs.req_ids = list(cached)
@@ -141,7 +142,9 @@ def test_a_finished_prefill_keeps_its_blocks_and_names_the_first_token(side: Sch
     (order,) = orders_of(side).finish_exports
     assert keep
     assert (order.block_ids, order.num_tokens, order.first_token) == ([11, 12], 8, 77)
-    assert reply is not None and reply["mode"] == "import" and reply["first_token"] is False
+    assert reply is not None
+    assert reply["mode"] == "import"
+    assert reply["first_token"] is False
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
@@ -153,7 +156,8 @@ def test_a_prefill_that_ends_otherwise_aborts_its_export(
     cache.tables["p"] = [11, 12]
     side.build_orders(step(new={"p": (0, 8)}))
     keep, reply = side.request_finished(finished(prefill, status, [2]))
-    assert keep and reply is None
+    assert keep
+    assert reply is None
     assert [o.transfer_id for o in orders_of(side).abort_exports] == ["transfer-1"]
 
 
@@ -162,7 +166,8 @@ def test_a_prefill_aborted_in_the_queue_holds_nothing(side: SchedulerSide) -> No
     side.on_new_request(prefill)
     assert side.request_finished(finished(prefill, RequestStatus.FINISHED_ABORTED, [])) == (False, None)
     orders = orders_of(side)
-    assert orders.open_exports == [] and orders.abort_exports == []
+    assert orders.open_exports == []
+    assert orders.abort_exports == []
 
 
 def test_an_import_asks_only_for_what_the_cache_lacks(side: SchedulerSide) -> None:
@@ -237,12 +242,14 @@ def test_a_request_that_ends_while_loading_cancels_its_import(side: SchedulerSid
     side.request_finished(finished(decode, RequestStatus.FINISHED_ABORTED, []))
     assert orders_of(side).cancel_imports == ["transfer-1"]
     stats = side.pool_stats()
-    assert stats is not None and (stats.used, stats.leased, stats.free) == (0, 3, 97)
+    assert stats is not None
+    assert (stats.used, stats.leased, stats.free) == (0, 3, 97)
     side.imports_closed([ClosedRequest("d", 99, loaded=True)])  # a late report changes nothing
     side.blocks_released({"d"})
     del cache.tables["d"]
     stats = side.pool_stats()
-    assert stats is not None and (stats.used, stats.leased, stats.free) == (0, 0, 100)
+    assert stats is not None
+    assert (stats.used, stats.leased, stats.free) == (0, 0, 100)
 
 
 @pytest.mark.parametrize(
