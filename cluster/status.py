@@ -43,14 +43,17 @@ class LinkStatus(msgspec.Struct, frozen=True):
 
 
 class LastRequest(msgspec.Struct, frozen=True):
-    """The last request that was prefilled remotely and whose hand-over has ended."""
+    """The last request that was prefilled on a prefill worker. None: not known yet."""
 
     prompt_tokens: int = 0
-    ttft_s: float = 0.0
-    handover_s: float = 0.0
+    ttft_s: float | None = None
+    handover_s: float | None = None
     """From the end of the prefill until the decode worker held every block."""
-    bytes_moved: int = 0
-    link: str = ""
+    bytes_moved: int | None = None
+    link: str | None = None
+    outcome: str | None = None
+    """`loaded`, `recompute` or `cancelled`."""
+    request_id: str = ""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):

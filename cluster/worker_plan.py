@@ -129,7 +129,7 @@ class _GpuHand:
                 [
                     Problem(
                         "pools",
-                        f"replicas x tensor_parallel over both pools needs {num_wanted} GPUs, this machine shows {len(gpus)}",
+                        f"replicas x tensor_parallel of both pools needs {num_wanted} GPUs, this machine shows {len(gpus)}",
                         "Lower them, or let workers share: set pools.<role>.env.CUDA_VISIBLE_DEVICES and "
                         "pools.<role>.engine.gpu_memory_utilization",
                     )

@@ -64,7 +64,9 @@ def _unknown(
     path: str, name: str, kind: str, known: Iterable[str], elsewhere: Iterable[str], elsewhere_path: str
 ) -> Problem:
     plain = name.replace("-", "_")
-    if plain in elsewhere:
+    if plain in ("host", "port"):
+        remedy = f"Set server.{plain} instead"
+    elif plain in elsewhere:
         remedy = f"Move it to {elsewhere_path}.{plain}"
     elif guess := did_you_mean(name, known):
         remedy = f"Did you mean {guess}? Otherwise remove it"
@@ -194,8 +196,8 @@ def _kv_problems(
     return [
         Problem(
             _path_of(config, plan, "kv_cache_memory_bytes"),
-            f"{_mib(memory)} of KV memory cannot hold one request of max_model_len={max_model_len}: {num_blocks} blocks x "
-            f"{block_size} tokens x {per_token} bytes = {_mib(needed)}",
+            f"{_mib(memory)} of KV memory cannot hold one request of max_model_len={max_model_len}: {num_blocks} "
+            f"blocks x {block_size} tokens x {per_token} bytes = {_mib(needed)}",
             f"Raise it to at least {needed}{shorter}",
         )
     ]

@@ -59,7 +59,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError([Problem("", f"{path} is not UTF-8 text", "Give a YAML file")]) from error
     try:
-        tree = yaml.load(text, Loader=_StrictLoader)
+        tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(
             [Problem("", f"{path} is not valid YAML: {_yaml_fault(error)}", "Correct that line")]
@@ -100,7 +100,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             ]
         )
     try:
-        value = yaml.load(text, Loader=_StrictLoader) if text else ""
+        value = yaml.load(text, Loader=_StrictLoader) if text else ""  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(
             [Problem(path, f"the value {text!r} is not valid YAML: {_yaml_fault(error)}", "Quote it")]

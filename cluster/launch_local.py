@@ -1,0 +1,273 @@
+"""Starts the workers of a plan as processes of this machine, notices their end, and leaves none behind.
+
+Each worker host is the leader of its own session, so a Ctrl-C in the terminal reaches the launcher alone, and a
+worker can be ended with everything that its engine started. See `watchdog.py` for what happens when the launcher
+itself is killed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from cluster import watchdog
+from cluster.config import ClusterConfig
+from cluster.worker_plan import WorkerPlan
+from cluster.worker_settings import WorkerSettings, write_worker_settings
+
+log = logging.getLogger("twinpool.launcher")
+
+_LAST_LINES = 15
+_TAIL_BYTES = 64 << 10
+# How long the rest of a group may outlive its dead leader; vLLM's children notice it in about a second.
+_ORPHAN_GRACE_S = 2.0
+_POLL_S = 0.05
+# Linux keeps socket paths in 108 bytes; `/prefill-1023-kv-1023` and a little more must fit behind the directory.
+_MAX_RUNTIME_PATH = 70
+_EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Stopped|Lost): \S.*")
+# vLLM says this above every engine that did not start; the line before it has the cause.
+_SECOND_HAND = "Engine core initialization failed"
+
+
+class LaunchError(Exception):
+    """The workers could not be started; the text says why."""
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """A worker host ended although nobody asked it to."""
+
+    worker_id: str
+    role: str
+    pid: int
+    cause: str
+    """A sentence for the operator and, in short, for the client."""
+    last_lines: tuple[str, ...]
+    """The end of its log."""
+    log_path: Path
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """A process to start: what to run, on top of which environment, and where its output goes."""
+
+    worker_id: str
+    role: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log_path: Path
+
+
+def make_runtime_dir() -> Path:
+    """A new directory that only this user can enter, with a path short enough for sockets."""
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if base and os.access(base, os.W_OK | os.X_OK) and len(base) + len("/twinpool-12345678") <= _MAX_RUNTIME_PATH:
+            return Path(tempfile.mkdtemp(prefix="twinpool-", dir=base))
+    raise LaunchError(
+        "no directory for sockets: neither XDG_RUNTIME_DIR nor TMPDIR nor /tmp is writable with a path of at most "
+        f"{_MAX_RUNTIME_PATH} characters; set TMPDIR to one that is"
+    )
+
+
+def proxy_address(runtime_dir: Path) -> str:
+    """Where the proxy listens for the workers of this run."""
+    return f"ipc://{runtime_dir}/proxy"
+
+
+def worker_command(
+    plan: WorkerPlan, config: ClusterConfig, model: str, runtime_dir: Path, base_env: Mapping[str, str]
+) -> WorkerCommand:
+    """Writes a worker's settings into the runtime directory and says how to start it."""
+    settings = WorkerSettings(
+        worker_id=plan.worker_id,
+        role=plan.role,
+        proxy_address=proxy_address(runtime_dir),
+        runtime_dir=runtime_dir,
+        model=model,
+        engine=dict(plan.engine),
+        transfer=config.transfer,
+        liveness=config.liveness,
+        start_timeout_s=config.start_timeout_s,
+        stop_timeout_s=config.stop_timeout_s,
+    )
+    return WorkerCommand(
+        worker_id=plan.worker_id,
+        role=plan.role,
+        argv=(sys.executable, "-m", f"{plan.role}.worker", str(write_worker_settings(settings))),
+        env=MappingProxyType({**base_env, **plan.env}),
+        log_path=runtime_dir / f"{plan.worker_id}.log",
+    )
+
+
+class LocalLauncher:
+    """Owns the worker processes of one cluster run.
+
+    `on_exit` is called in the event loop, once per worker that ends without having been asked to, when everything
+    of its process group is gone.
+    """
+
+    def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
+        self._on_exit = on_exit
+        self._watchdog: asyncio.subprocess.Process | None = None
+        self._watchdog_watcher: asyncio.Task[None] | None = None
+        self._groups: dict[str, int] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
+
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """Process group of every worker that is not known to be gone, by worker id."""
+        return MappingProxyType(self._groups)
+
+    async def start(self, commands: Sequence[WorkerCommand]) -> None:
+        """Starts every worker; raises `LaunchError` when one cannot even be started."""
+        if self._watchdog is None:
+            await self._start_watchdog()
+        for command in commands:
+            await self._spawn(command)
+
+    async def _start_watchdog(self) -> None:
+        self._watchdog = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-I", "-S", watchdog.__file__),
+            stdin=asyncio.subprocess.PIPE,
+            # Not ours: whoever reads our output must not wait for the watchdog to end.
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for group in self._groups.values():
+            self._tell_watchdog("+", group)
+        self._watchdog_watcher = asyncio.create_task(self._replace_watchdog(self._watchdog))
+
+    async def _replace_watchdog(self, process: asyncio.subprocess.Process) -> None:
+        returncode = await process.wait()
+        if not self._stopping:
+            log.warning("watchdog_lost returncode=%d", returncode)
+            await self._start_watchdog()
+
+    async def _spawn(self, command: WorkerCommand) -> None:
+        if self._stopping:
+            raise LaunchError("the launcher is stopping and starts no more workers")
+        try:
+            with command.log_path.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=dict(command.env),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchError(f"cannot start worker {command.worker_id}: {error}") from error
+        self._groups[command.worker_id] = process.pid
+        self._tell_watchdog("+", process.pid)
+        log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
+        self._watchers[command.worker_id] = asyncio.create_task(self._watch(command, process))
+
+    async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process) -> None:
+        returncode = await process.wait()
+        group = process.pid
+        if not self._stopping:
+            await _until_gone([group], _ORPHAN_GRACE_S)
+        watchdog.signal_members(group, signal.SIGKILL)
+        await _until_gone([group], _ORPHAN_GRACE_S)
+        self._groups.pop(command.worker_id, None)
+        self._tell_watchdog("-", group)
+        log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
+        if not self._stopping:
+            lines = last_lines(command.log_path)
+            self._on_exit(
+                WorkerExit(
+                    worker_id=command.worker_id,
+                    role=command.role,
+                    pid=group,
+                    cause=describe_exit(command.worker_id, returncode, lines),
+                    last_lines=tuple(lines[-_LAST_LINES:]),
+                    log_path=command.log_path,
+                )
+            )
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks every worker to leave, kills what is left after `grace_s`; returns when all are gone.
+
+        The hosts stop their own engines. After `grace_s` whole groups are killed. Raises `LaunchError` naming the
+        processes that survived even that.
+        """
+        self._stopping = True
+        groups = list(self._groups.values())
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(group, signal.SIGTERM)
+        await _until_gone(groups, grace_s)
+        for group in groups:
+            watchdog.signal_members(group, signal.SIGKILL)
+        await _until_gone(groups, _ORPHAN_GRACE_S)
+        if self._watchers:
+            await asyncio.wait(self._watchers.values(), timeout=_ORPHAN_GRACE_S * 2)
+        await self._dismiss_watchdog()
+        survivors = [pid for group in groups for pid in watchdog.members(group)]
+        if survivors:
+            raise LaunchError(f"these worker processes could not be killed: {', '.join(map(str, survivors))}")
+
+    def stop_now(self, grace_s: float) -> None:
+        """The same without the event loop, for a signal that arrives while that is busy importing."""
+        self._stopping = True
+        watchdog.end_groups(set(self._groups.values()), grace_s)
+
+    def _tell_watchdog(self, sign: str, group: int) -> None:
+        if self._watchdog is not None and self._watchdog.stdin is not None and self._watchdog.returncode is None:
+            self._watchdog.stdin.write(f"{sign}{group}\n".encode())
+
+    async def _dismiss_watchdog(self) -> None:
+        if self._watchdog is None or self._watchdog.stdin is None:
+            return
+        self._watchdog.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._watchdog.wait(), watchdog.GRACE_S * 2)
+
+
+async def _until_gone(groups: Sequence[int], timeout_s: float) -> None:
+    """Returns when the groups are empty, at the latest after `timeout_s`.
+
+    Looked up again and again, because nobody is told when a process ends that is not his child.
+    """
+    deadline = time.monotonic() + timeout_s
+    while any(watchdog.members(group) for group in groups) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+
+
+def describe_exit(worker_id: str, returncode: int, lines: Sequence[str]) -> str:
+    """One sentence on how a worker ended and, where its log tells, why."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = " (perhaps the machine ran out of memory)" if -returncode == signal.SIGKILL else ""
+        return f"worker {worker_id} was killed by {name}{hint}"
+    reasons = [found[0] for line in lines if (found := _EXCEPTION_LINE.search(line)) and _SECOND_HAND not in line]
+    return f"worker {worker_id} exited with code {returncode}" + (f": {reasons[-1]}" if reasons else "")
+
+
+def last_lines(path: Path) -> list[str]:
+    """The end of a log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def remove_runtime_dir(runtime_dir: Path) -> None:
+    """Removes sockets, settings and logs of a run that ended well."""
+    shutil.rmtree(runtime_dir, ignore_errors=True)

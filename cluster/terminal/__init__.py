@@ -1,0 +1,1 @@
+"""What `twinpool` shows: stages of the start, tables, the demonstration."""

@@ -1,0 +1,72 @@
+"""Kills the workers' process groups when the launcher is gone, however it went.
+
+The launcher starts this file by its path, in a session of its own, and keeps the only write end of its standard
+input. Lines `+PGID` and `-PGID` say which groups are alive. End of file means that the launcher ended: normally
+the list is empty then; after a SIGKILL it is not, and every group on it is told to stop and killed after a grace
+time. A parent-death signal would not do: it reaches a worker's host, but not its engine core and ranks.
+
+Uses the standard library only, so that it can run with `-I -S` and costs almost nothing.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 3.0
+_POLL_S = 0.05
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a group or of the session that its leader opened; zombies do not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = (entry / "stat").read_text(errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        # pid (command) state ppid pgrp session ...; the command may hold spaces and parentheses.
+        state, _, pgrp, session = text[text.rindex(")") + 2 :].split()[:4]
+        if group in (int(pgrp), int(session)) and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def signal_members(group: int, number: int) -> None:
+    """Sends a signal to every living member of a group or its session."""
+    for pid in members(group):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end_groups(groups: set[int], grace_s: float) -> None:
+    """SIGTERM to all members, SIGKILL to those left after `grace_s`."""
+    for group in groups:
+        signal_members(group, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(members(group) for group in groups):
+        time.sleep(_POLL_S)
+    for group in groups:
+        signal_members(group, signal.SIGKILL)
+
+
+def main() -> None:
+    """Reads group numbers until end of file, then ends what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        group = int(line[1:])
+        if line[0] == "+":
+            groups.add(group)
+        else:
+            groups.discard(group)
+    end_groups(groups, GRACE_S)
+
+
+if __name__ == "__main__":
+    main()
