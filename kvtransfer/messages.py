@@ -38,11 +38,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     host_id: str
     """Names the machine; equal on both sides when they share memory."""
     links: list[str]
-    """Links the importer can use, best first."""
+    """Links the importer can use, best first. A later `Hello` without one of them asks for another choice."""
+    pid: int = 0
+    """Of the importer, so that an exporter on the same machine learns at once of its death."""
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
-    """One layer's cache as it lies in the exporter's address space."""
+    """One contiguous run of every block of one layer, as it lies in the exporter's address space."""
 
     base_address: int
     block_stride_bytes: int
@@ -60,7 +62,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Why that link, in words for the log and `twinpool status`."""
     pid: int
     regions: list[MemoryRegion]
-    """One per layer, in layer order. Empty unless the link reads the exporter's memory."""
+    """One per run of each layer, in order. Empty unless the link reads the exporter's memory."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -115,6 +117,8 @@ class Fetch(msgspec.Struct, tag="fetch", frozen=True):
     """Importer to exporter: send these blocks of these layers. Its size is the importer's credit."""
 
     transfer_id: str
+    attempt: int
+    """Of the `Ready` that named the blocks; a fetch of an attempt that is over gets no answer."""
     fetch_id: int
     first_layer: int
     num_layers: int
@@ -123,7 +127,7 @@ class Fetch(msgspec.Struct, tag="fetch", frozen=True):
 
 
 class Blocks(msgspec.Struct, tag="blocks", frozen=True):
-    """Exporter to importer; the second frame holds the bytes, layer by layer, block by block."""
+    """Exporter to importer; the second frame holds the bytes, layer by layer, run by run, block by block."""
 
     transfer_id: str
     fetch_id: int

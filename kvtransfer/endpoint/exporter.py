@@ -1,0 +1,328 @@
+"""All exports of one rank and the importers that talk to it: messages in, messages out. No I/O, no clock.
+
+The endpoint's thread is the only caller. `importer` is the ZMQ routing id of an importer's connection.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtransfer.copy_plan import payload_bytes
+from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
+from kvtransfer.export import ClosedExport, Export
+from kvtransfer.layout import CacheMap
+from kvtransfer.lease import READABLE_STATES, LeaseState
+from kvtransfer.links.negotiation import choose_link
+from kvtransfer.messages import (
+    Attach,
+    Attached,
+    Beat,
+    BeatAck,
+    Failed,
+    Fetch,
+    FromExporter,
+    FromImporter,
+    Hello,
+    MemoryRegion,
+    Refused,
+    Release,
+    Welcome,
+)
+
+log = logging.getLogger("twinpool.kvtransfer")
+
+_ENDED_REMEMBERED = 1024
+_FAILURE_OF_OUTCOME = {
+    "released": ("unknown_transfer", "it was released before"),
+    "expired": ("lease_expired", "its lease ran out before"),
+    "dropped": ("aborted", "it was dropped before"),
+    "aborted": ("aborted", "it was aborted before"),
+}
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """This process, as peers know it."""
+
+    epoch: str
+    host_id: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class _WaitingAttach:
+    """It came before its export was opened."""
+
+    importer: bytes
+    message: Attach
+    until_s: float
+
+
+class Exporter:
+    def __init__(self, settings: EndpointSettings, cache: CacheMap, identity: RankIdentity) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._identity = identity
+        self._fingerprint = cache.layout.fingerprint()
+        self._reads_memory: dict[bytes, bool] = {}  # per importer that may attach
+        self._exports: dict[str, Export] = {}
+        self._waiting: dict[tuple[bytes, str], _WaitingAttach] = {}
+        self._fetches: dict[tuple[bytes, str], deque[Fetch]] = {}  # in the order they are served, round robin
+        self._ended: dict[str, str] = {}  # outcome by transfer, the last ones
+        self.outbox: list[tuple[bytes, FromExporter]] = []
+        self.closed: list[ClosedExport] = []
+        self.started: list[str] = []
+        self.welcomed: list[tuple[bytes, int]] = []  # importers on this machine and their pids
+        self.failures: Counter[str] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._exports)
+
+    @property
+    def needs_sweep(self) -> bool:
+        return bool(self._exports or self._waiting)
+
+    @property
+    def has_fetches(self) -> bool:
+        return bool(self._fetches)
+
+    # What the engine says.
+
+    def open(self, now_s: float, transfer_id: str, prompt_hash: bytes, num_prompt_tokens: int) -> None:
+        if transfer_id in self._exports:
+            log.warning("export_opened_twice transfer=%s", transfer_id)
+            return
+        lease_until_s = now_s + self._settings.lease_first_s
+        self._exports[transfer_id] = Export(transfer_id, prompt_hash, num_prompt_tokens, lease_until_s)
+        self._ended.pop(transfer_id, None)
+        self.started.append(transfer_id)
+        for key in [key for key in self._waiting if key[1] == transfer_id]:
+            waiting = self._waiting.pop(key)
+            self._attach(now_s, waiting.importer, waiting.message)
+
+    def announce(self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+        if export := self._named(transfer_id, "announced"):
+            self._tell(export.lease.importers, export.announce(block_ids, num_tokens))
+
+    def restart(self, now_s: float, transfer_id: str) -> None:
+        if export := self._named(transfer_id, "restarted"):
+            self._tell(export.lease.importers, export.restart())
+            self._forget_fetches(transfer_id)
+
+    def finish(
+        self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int, first_token: int | None
+    ) -> None:
+        if export := self._named(transfer_id, "finished"):
+            lease_until_s = now_s + self._settings.lease_first_s
+            self._tell(export.lease.importers, export.finish(block_ids, num_tokens, first_token, lease_until_s))
+            self._close_if_over(export)
+
+    def abort(self, now_s: float, transfer_id: str, reason: str) -> None:
+        if export := self._named(transfer_id, "aborted"):
+            self._fail_importers(export, "aborted", reason)
+            export.lease.abort()
+            self._close_if_over(export)
+
+    # What the proxy says, by way of the host.
+
+    def drop(self, now_s: float, transfer_ids: Iterable[str]) -> None:
+        for transfer_id in transfer_ids:
+            if export := self._exports.get(transfer_id):
+                self._fail_importers(export, "aborted", "the proxy dropped the transfer")
+                export.lease.drop()
+                self._close_if_over(export)
+
+    def hold(self, now_s: float, transfer_ids: Iterable[str]) -> None:
+        for transfer_id in transfer_ids:
+            if export := self._exports.get(transfer_id):
+                export.lease.renew(now_s + self._settings.lease_renew_s)
+
+    # What importers say.
+
+    def receive(self, now_s: float, importer: bytes, message: FromImporter) -> None:
+        """Raises BadFrame for a message that no correct importer sends."""
+        if isinstance(message, Hello):
+            self._greet(importer, message)
+            return
+        if importer not in self._reads_memory:
+            raise BadFrame(f"{type(message).__name__} from an importer that was not welcomed")
+        match message:
+            case Attach():
+                self._attach(now_s, importer, message)
+            case Fetch():
+                self._queue(importer, message)
+            case Release(transfer_id):
+                self._release(importer, transfer_id)
+            case Failed(transfer_id, kind, reason):
+                log.info("importer_failed transfer=%s kind=%s reason=%r", transfer_id, kind, reason)
+                self._release(importer, transfer_id)
+            case Beat(transfer_ids):
+                self._beat(now_s, importer, transfer_ids)
+
+    def importer_died(self, importer: bytes) -> None:
+        """Its process is gone, so it copies nothing any more."""
+        self._reads_memory.pop(importer, None)
+        for export in list(self._exports.values()):
+            export.lease.lose(importer)
+            self._forget_fetches(export.transfer_id, importer)
+            self._close_if_over(export)
+        self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.importer != importer}
+
+    def next_fetch(self) -> tuple[bytes, Fetch] | None:
+        """The next one to serve; each transfer has its turn, whatever its size."""
+        while self._fetches:
+            key, queue = next(iter(self._fetches.items()))
+            del self._fetches[key]
+            fetch = queue.popleft()
+            if queue:
+                self._fetches[key] = queue
+            if self.may_serve(fetch):
+                return key[0], fetch
+        return None
+
+    def may_serve(self, fetch: Fetch) -> bool:
+        """Ask again after the bytes are gathered: what the engine said meanwhile may have voided them."""
+        export = self._exports.get(fetch.transfer_id)
+        return export is not None and not export.is_over(fetch)
+
+    # What time says.
+
+    def sweep(self, now_s: float) -> None:
+        for export in list(self._exports.values()):
+            importers = export.lease.importers
+            if export.lease.expire(now_s) and export.lease.outcome == "expired":
+                self.failures["lease_expired"] += 1
+                failed = Failed(export.transfer_id, "lease_expired", "the exporter's lease ran out before the release")
+                self._tell(importers, [failed])
+            self._close_if_over(export)
+        for key in [key for key, waiting in self._waiting.items() if waiting.until_s <= now_s]:
+            waiting = self._waiting.pop(key)
+            reason = f"no such export was opened within {self._settings.attach_wait_s:g} s"
+            self._tell([waiting.importer], [Failed(waiting.message.transfer_id, "unknown_transfer", reason)])
+
+    def abort_all(self, now_s: float, reason: str) -> None:
+        for transfer_id in list(self._exports):
+            self.abort(now_s, transfer_id, reason)
+
+    def close_all(self) -> None:
+        """The process cannot wait any longer; whoever still reads its memory will notice."""
+        for export in list(self._exports.values()):
+            self._end(export.transfer_id, export.lease.outcome or "aborted")
+
+    def _greet(self, importer: bytes, hello: Hello) -> None:
+        mine = self._cache.layout.fields()
+        if hello.fingerprint != self._fingerprint:
+            names = sorted(mine.keys() | hello.layout_fields.keys())
+            differing = [name for name in names if mine.get(name) != hello.layout_fields.get(name)]
+            pairs = [f"{name} is {mine.get(name)} here and {hello.layout_fields.get(name)} there" for name in differing]
+            words = ", ".join(pairs) or "the fingerprints are of different versions"
+            self._refuse(importer, f"the KV layouts differ: {words}", differing)
+            return
+        choice = choose_link(hello.links, self._settings.links, hello.host_id, self._identity.host_id)
+        if not choice.link:
+            self._refuse(importer, choice.why, ["links"])
+            return
+        reads_memory = choice.link == "host"
+        known_before = importer in self._reads_memory
+        self._reads_memory[importer] = reads_memory
+        regions = self._cache.regions(0, self._cache.layout.num_layers) if reads_memory else ()
+        memory = [MemoryRegion(r.base_address, r.block_stride_bytes, r.num_blocks) for r in regions]
+        identity = self._identity
+        welcome = Welcome(identity.epoch, self._settings.rank, choice.link, choice.why, identity.pid, memory)
+        self._tell([importer], [welcome])
+        if hello.host_id == identity.host_id and hello.pid and not known_before:
+            self.welcomed.append((importer, hello.pid))
+        log.info("importer_welcomed rank=%d epoch=%s link=%s why=%r", hello.rank, hello.epoch, choice.link, choice.why)
+
+    def _refuse(self, importer: bytes, reason: str, differing_fields: list[str]) -> None:
+        self._reads_memory.pop(importer, None)
+        self._tell([importer], [Refused(self._identity.epoch, reason, differing_fields)])
+        log.warning("importer_refused reason=%r", reason)
+
+    def _attach(self, now_s: float, importer: bytes, attach: Attach) -> None:
+        transfer_id = attach.transfer_id
+        export = self._exports.get(transfer_id)
+        if attach.exporter_epoch != self._identity.epoch:
+            reason = f"the transfer belongs to epoch {attach.exporter_epoch}, this is {self._identity.epoch}"
+            self._tell([importer], [Failed(transfer_id, "peer_lost", f"{reason}: the exporter restarted")])
+        elif export is None and transfer_id in self._ended:
+            kind, reason = _FAILURE_OF_OUTCOME[self._ended[transfer_id]]
+            self._tell([importer], [Failed(transfer_id, kind, reason)])
+        elif export is None:
+            until_s = now_s + self._settings.attach_wait_s
+            self._waiting[importer, transfer_id] = _WaitingAttach(importer, attach, until_s)
+        elif mismatch := export.mismatch(attach):
+            self._tell([importer], [Failed(transfer_id, "mismatch", mismatch)])
+        elif export.lease.state not in READABLE_STATES:
+            self._tell([importer], [Failed(transfer_id, "aborted", f"the export is {export.lease.state.value}")])
+        else:
+            export.lease.attach(importer, self._reads_memory[importer])
+            export.lease.renew(now_s + self._settings.lease_renew_s)
+            self._tell([importer], [Attached(transfer_id, export.lease.until_s), *export.so_far()])
+
+    def _queue(self, importer: bytes, fetch: Fetch) -> None:
+        export = self._exports.get(fetch.transfer_id)
+        if export is None or importer not in export.lease.importers or export.is_over(fetch):
+            return  # the importer has been, or is being, told
+        num_layers = self._cache.layout.num_layers
+        if fetch.first_layer < 0 or not 0 < fetch.num_layers <= num_layers - fetch.first_layer:
+            raise BadFrame(f"fetch of layers {fetch.first_layer}+{fetch.num_layers}; this model has {num_layers}")
+        if not fetch.block_ids or not export.names_all(fetch.block_ids):
+            raise BadFrame(f"fetch of blocks that transfer {fetch.transfer_id} did not name")
+        num_bytes = payload_bytes(len(fetch.block_ids), self._cache.regions(fetch.first_layer, fetch.num_layers))
+        largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))
+        num_waiting = len(self._fetches.get((importer, fetch.transfer_id), ()))
+        if num_bytes > largest or num_waiting >= MAX_FETCHES_QUEUED:
+            raise BadFrame(f"fetch of {num_bytes} bytes with {num_waiting} fetches waiting")
+        self._fetches.setdefault((importer, fetch.transfer_id), deque()).append(fetch)
+
+    def _beat(self, now_s: float, importer: bytes, transfer_ids: list[str]) -> None:
+        until_s = now_s + self._settings.lease_renew_s
+        held: list[str] = []
+        unknown: list[str] = []
+        for transfer_id in transfer_ids:
+            export = self._exports.get(transfer_id)
+            attached = export is not None and importer in export.lease.importers and export.lease.renew(until_s)
+            (held if attached or (importer, transfer_id) in self._waiting else unknown).append(transfer_id)
+        self._tell([importer], [BeatAck(until_s, held, unknown)])
+
+    def _release(self, importer: bytes, transfer_id: str) -> None:
+        self._waiting.pop((importer, transfer_id), None)
+        if export := self._exports.get(transfer_id):
+            self._forget_fetches(transfer_id, importer)
+            export.lease.release(importer)
+            self._close_if_over(export)
+
+    def _fail_importers(self, export: Export, kind: str, reason: str) -> None:
+        self._tell(export.lease.importers, [Failed(export.transfer_id, kind, reason)])
+        self._forget_fetches(export.transfer_id)
+
+    def _forget_fetches(self, transfer_id: str, importer: bytes | None = None) -> None:
+        for key in [key for key in self._fetches if key[1] == transfer_id and importer in (None, key[0])]:
+            del self._fetches[key]
+
+    def _named(self, transfer_id: str, verb: str) -> Export | None:
+        export = self._exports.get(transfer_id)
+        if export is None:
+            log.warning("export_unknown transfer=%s verb=%s", transfer_id, verb)
+        return export
+
+    def _close_if_over(self, export: Export) -> None:
+        if export.lease.state is LeaseState.CLOSED:
+            self._end(export.transfer_id, export.lease.outcome)
+
+    def _end(self, transfer_id: str, outcome: str) -> None:
+        if self._exports.pop(transfer_id, None) is None:
+            return
+        self._forget_fetches(transfer_id)
+        self._ended[transfer_id] = outcome
+        if len(self._ended) > _ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        self.closed.append(ClosedExport(transfer_id, outcome))
+        log.info("export_closed transfer=%s outcome=%s", transfer_id, outcome)
+
+    def _tell(self, importers: Iterable[bytes], messages: Iterable[FromExporter]) -> None:
+        self.outbox.extend((importer, message) for message in messages for importer in importers)

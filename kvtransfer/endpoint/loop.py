@@ -1,0 +1,287 @@
+"""The thread that owns a rank's sockets: waits, receives, lets `Exporter` and `Importer` decide, and sends.
+
+It sleeps in one poll over all sockets, the wake-up descriptor and the process descriptors of importers. A timeout is
+set only while transfers are open.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from kvtransfer.endpoint.copy_thread import CopyThread
+from kvtransfer.endpoint.exporter import Exporter, RankIdentity
+from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
+from kvtransfer.endpoint.host_reports import HostReports
+from kvtransfer.endpoint.importer import Importer, PeerKey
+from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.endpoint.sockets import PeerSocket, Wakeup, bind_exporter, waiting_messages
+from kvtransfer.export import ClosedExport
+from kvtransfer.host_messages import RankStats
+from kvtransfer.imports import ClosedImport, Piece
+from kvtransfer.layout import CacheMap
+from kvtransfer.lease import IllegalTransition
+from kvtransfer.links.host_memory import why_unreadable
+from kvtransfer.links.zmq_frames import StagingRing, gather, scatter
+from kvtransfer.messages import Blocks, Fetch
+
+log = logging.getLogger("twinpool.kvtransfer")
+
+_SWEEP_S = 0.1
+"""How exactly deadlines are kept while transfers are open."""
+_FETCHES_PER_TURN = 4
+"""Served before looking at the sockets again."""
+
+Command = Callable[[float], None]
+"""Called with the time, in monotonic seconds."""
+
+
+class _LocalMemory:
+    def __init__(self, cache: CacheMap) -> None:
+        self._cache = cache
+
+    def why_unreadable(self, pid: int, address: int) -> str:
+        return why_unreadable(pid, address)
+
+    def scatter(self, piece: Piece, payload: memoryview) -> None:
+        scatter(payload, piece.target_ids, self._cache.regions(piece.first_layer, piece.num_layers))
+
+
+class EndpointLoop:
+    """Built by the engine's thread, run by its own. `commands` is the only way in, `on_closed` the only way out."""
+
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        cache: CacheMap,
+        identity: RankIdentity,
+        on_closed: Callable[[list[ClosedExport], list[ClosedImport]], None],
+    ) -> None:
+        self.commands: deque[Command] = deque()
+        self.wakeup = Wakeup()
+        self.bad_frames = 0
+        self.exporter = Exporter(settings, cache, identity)
+        self.importer = Importer(settings, cache, identity, _LocalMemory(cache))
+        self._settings = settings
+        self._cache = cache
+        self._on_closed = on_closed
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router, self.address = bind_exporter(self._context, settings)
+        self._peers: dict[PeerKey, PeerSocket] = {}
+        self._pidfds: dict[int, bytes] = {}  # process descriptor of an importer -> its routing id
+        self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
+        self._staging = StagingRing(self._largest_payload, 2 * settings.fetch_window)
+        self._copier = CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
+        self._reports = HostReports(
+            self._context, settings, cache, identity, self.address, self.exporter, self.importer
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self.wakeup.fd, zmq.POLLIN)
+        if self._reports.socket:
+            self._poller.register(self._reports.socket, zmq.POLLIN)
+        self._next_sweep_s = 0.0
+        self._is_stale = False  # something happened since the last refresh of the statistics
+        self._stop_by_s: float | None = None
+
+    def post(self, command: Command) -> None:
+        """From any thread: have it called by the endpoint's thread."""
+        self.commands.append(command)
+        self.wakeup.set()
+
+    def stop(self, by_s: float) -> None:
+        """From any thread: end every transfer and return from `run`, at the latest then."""
+
+        def begin_stop(now_s: float) -> None:
+            self._stop_by_s = by_s
+            self.importer.cancel_all(now_s)
+            self.exporter.abort_all(now_s, "the exporter is shutting down")
+
+        self.post(begin_stop)
+
+    @property
+    def stats(self) -> RankStats:
+        return self._reports.current
+
+    def run(self) -> None:
+        """Until stopped; raises what nobody expected, after closing everything."""
+        try:
+            self._reports.started()
+            while not self._is_stopped():
+                events = dict(self._poller.poll(self._timeout_ms()))
+                now_s = time.monotonic()
+                self._is_stale |= bool(events)
+                self.wakeup.clear()
+                self._run_commands(now_s)
+                self._receive(events, now_s)
+                self._collect_copies(now_s)
+                if now_s >= self._next_sweep_s:
+                    self._next_sweep_s = now_s + _SWEEP_S
+                    self.exporter.sweep(now_s)
+                    self.importer.sweep(now_s)
+                    self._reports.refresh(now_s, self.bad_frames)
+                    self._is_stale = False
+                self.importer.pump(now_s)
+                self._flush()
+                self._serve_fetches(now_s)
+            self.exporter.close_all()
+            self._flush()
+            self._close(linger_ms=100)  # the last releases and failures may still leave
+        except BaseException:
+            self._close(linger_ms=0)
+            raise
+
+    def _is_stopped(self) -> bool:
+        if self._stop_by_s is None:
+            return False
+        return self.importer.num_open + self.exporter.num_open == 0 or time.monotonic() >= self._stop_by_s
+
+    def _timeout_ms(self) -> int | None:
+        if self.exporter.has_fetches or self.commands:
+            return 0
+        if (
+            self.exporter.needs_sweep
+            or self.importer.needs_sweep
+            or self._reports.is_due
+            or self._is_stale
+            or self._stop_by_s is not None
+        ):
+            return int(max(0.0, self._next_sweep_s - time.monotonic()) * 1000) + 1
+        return None
+
+    def _run_commands(self, now_s: float) -> None:
+        while self.commands:
+            command = self.commands.popleft()
+            try:
+                command(now_s)
+            except IllegalTransition as error:
+                log.error("command_refused reason=%r", str(error))
+
+    def _receive(self, events: dict[object, int], now_s: float) -> None:
+        if self._router in events:
+            for frames in waiting_messages(self._router):
+                self._from_importer(frames, now_s)
+        for key, peer in list(self._peers.items()):
+            if peer.socket in events:
+                for frames in waiting_messages(peer.socket):
+                    self._from_exporter(key, frames, now_s)
+            if peer.monitor in events and peer.was_disconnected():
+                self.importer.exporter_lost(key, "the connection closed")
+        if self._reports.socket in events:
+            self.bad_frames += self._reports.receive(now_s)
+        for pidfd in [fd for fd in self._pidfds if fd in events]:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+            self.exporter.importer_died(self._pidfds.pop(pidfd))
+
+    def _from_importer(self, frames: list[zmq.Frame], now_s: float) -> None:
+        importer = frames[0].bytes
+        try:
+            if len(frames) != 2:
+                raise BadFrame(f"{len(frames) - 1} frames where one was expected")
+            self.exporter.receive(now_s, importer, from_importer(frames[1].buffer))
+        except BadFrame as error:
+            self._count_bad_frame(error)
+        for welcomed, pid in self.exporter.welcomed:
+            self._watch(welcomed, pid)
+        self.exporter.welcomed.clear()
+
+    def _from_exporter(self, key: PeerKey, frames: list[zmq.Frame], now_s: float) -> None:
+        try:
+            if len(frames) > 2:
+                raise BadFrame(f"{len(frames)} frames where at most two were expected")
+            payload = frames[1].buffer if len(frames) == 2 else None
+            self.importer.receive(now_s, key, from_exporter(frames[0].buffer), payload)
+        except BadFrame as error:
+            self._count_bad_frame(error)
+
+    def _count_bad_frame(self, error: BadFrame) -> None:
+        self.bad_frames += 1
+        log.warning("bad_frame rank=%d reason=%r", self._settings.rank, str(error))
+
+    def _collect_copies(self, now_s: float) -> None:
+        if self._copier.error:
+            raise RuntimeError(f"the copy thread of rank {self._settings.rank} died") from self._copier.error
+        while self._copier.results:
+            self.importer.copied(self._copier.results.popleft())
+
+    def _serve_fetches(self, now_s: float) -> None:
+        for _ in range(_FETCHES_PER_TURN):
+            if not (served := self.exporter.next_fetch()):
+                break
+            importer, fetch = served
+            self._send_blocks(importer, fetch, now_s)
+
+    def _send_blocks(self, importer: bytes, fetch: Fetch, now_s: float) -> None:
+        regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
+        buffer = self._staging.take(len(fetch.block_ids) * sum(region.run_bytes for region in regions))
+        payload = gather(fetch.block_ids, regions, buffer)
+        # The engine may have given the blocks up meanwhile. It says so before they are written again, so what
+        # it has said by now decides whether these bytes may be trusted.
+        self._run_commands(now_s)
+        self._flush()
+        if not self.exporter.may_serve(fetch):
+            self._staging.put_back(buffer)
+            return
+        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, len(payload)))
+        self._router.send_multipart([importer, header], zmq.SNDMORE)
+        if tracker := self._router.send(payload, copy=False, track=True):
+            self._staging.sent(buffer, tracker)
+
+    def _flush(self) -> None:
+        """Carry out what was decided, in the order in which it was."""
+        for key in self.importer.lost:
+            if peer := self._peers.pop(key, None):
+                self._poller.unregister(peer.socket)
+                self._poller.unregister(peer.monitor)
+                peer.close(linger_ms=0)
+        for job in self.importer.copies:
+            self._copier.submit(job)
+        for key, from_us in self.importer.outbox:
+            self._peer(key).socket.send(encode(from_us))
+        for importer, to_importer in self.exporter.outbox:
+            self._router.send_multipart([importer, encode(to_importer)])
+        exports, imports = self.exporter.closed[:], self.importer.closed[:]
+        self._reports.events(self.exporter.started, imports)
+        for done in (
+            self.importer.lost, self.importer.copies, self.importer.outbox, self.importer.closed,
+            self.exporter.outbox, self.exporter.closed, self.exporter.started,
+        ):  # fmt: skip
+            done.clear()
+        if exports or imports:
+            self._on_closed(exports, imports)
+
+    def _peer(self, key: PeerKey) -> PeerSocket:
+        if key not in self._peers:
+            peer = PeerSocket(self._context, key.address, self._settings, self._largest_payload)
+            self._peers[key] = peer
+            self._poller.register(peer.socket, zmq.POLLIN)
+            self._poller.register(peer.monitor, zmq.POLLIN)
+        return self._peers[key]
+
+    def _watch(self, importer: bytes, pid: int) -> None:
+        """Learn at once when an importer on this machine dies: it cannot be reading our memory any more."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.exporter.importer_died(importer)
+            return
+        except OSError as error:  # without it the lease decides
+            log.info("importer_not_watched pid=%d reason=%r", pid, str(error))
+            return
+        self._pidfds[pidfd] = importer
+        self._poller.register(pidfd, zmq.POLLIN)
+
+    def _close(self, linger_ms: int) -> None:
+        if not self._copier.close(timeout_s=1.0):
+            log.error("copy_thread_stuck rank=%d", self._settings.rank)
+        for peer in self._peers.values():
+            peer.close(linger_ms)
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._reports.close(linger_ms)
+        self._router.close(linger_ms)
+        self._context.term()

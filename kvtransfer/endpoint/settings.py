@@ -1,0 +1,60 @@
+"""How one rank's endpoint behaves. Durations are in seconds."""
+
+from dataclasses import dataclass
+
+LINKS = ("host", "zmq")
+MAX_FETCH_BYTES = 64 << 20
+"""An exporter serves no larger fetch, whatever the importer asks for."""
+MAX_FETCHES_QUEUED = 64
+"""Per importer and transfer, at the exporter."""
+
+
+@dataclass(frozen=True)
+class EndpointSettings:
+    rank: int
+    """Rank within the engine; an importer talks to the exporters that the proxy names."""
+    bind: str
+    """ZMQ endpoint of the exporter: `ipc://` and a path of at most 100 characters, or `tcp://127.0.0.1:0`."""
+    worker_id: str = ""
+    """For the log."""
+    report_to: str | None = None
+    """ZMQ endpoint of the worker host's ROUTER; None without a host."""
+    links: tuple[str, ...] = LINKS
+    """Links this rank may use, best first."""
+    lease_first_s: float = 30.0
+    """From the end of the prefill, for an importer to turn up."""
+    beat_s: float = 5.0
+    """Between two renewals by an importer."""
+    lease_renew_s: float = 20.0
+    """What one renewal grants, counted from its arrival."""
+    attach_wait_s: float = 5.0
+    """How long an attach may wait for its export to be opened."""
+    peer_heartbeat_s: float = 1.0
+    """Between two ZMTP pings on a connection."""
+    peer_lost_after_s: float = 5.0
+    """Silence after which a peer counts as lost."""
+    stalled_after_s: float = 10.0
+    """With fetches outstanding and nothing arriving for this long, a transfer fails."""
+    chunk_bytes: int = 1 << 20
+    """Payload of one `Blocks` message, exceeded only where one layer of one block is larger."""
+    fetch_window: int = 4
+    """Fetches outstanding per exporter."""
+
+    def __post_init__(self) -> None:
+        unknown = [link for link in self.links if link not in LINKS]
+        if unknown or not self.links:
+            raise ValueError(f"links is {list(self.links)}: name one or more of {list(LINKS)}, best first.")
+        if self.bind.startswith("ipc://") and len(self.bind) > len("ipc://") + 100:
+            raise ValueError(f"bind is {self.bind!r}: the path of an ipc socket has at most 100 characters.")
+        if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 1 MiB.")
+        if not 1 <= self.fetch_window <= MAX_FETCHES_QUEUED:
+            raise ValueError(f"fetch_window is {self.fetch_window}: choose 1 to {MAX_FETCHES_QUEUED}.")
+        for name in ("lease_first_s", "beat_s", "lease_renew_s", "peer_heartbeat_s", "peer_lost_after_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: a duration in seconds above 0 is needed.")
+        if self.beat_s >= self.lease_renew_s:
+            raise ValueError(
+                f"beat_s is {self.beat_s} and lease_renew_s {self.lease_renew_s}: a lease would end between two beats. "
+                "Make the lease at least twice the beat."
+            )

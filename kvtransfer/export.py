@@ -1,0 +1,95 @@
+"""One transfer as its exporter sees it: what is computed so far, and what an importer is told about it. No I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtransfer.lease import COMPUTING_STATES, READABLE_STATES, IllegalTransition, Lease
+from kvtransfer.messages import Attach, Done, Fetch, FromExporter, Ready
+
+
+@dataclass(frozen=True)
+class ClosedExport:
+    """The end of an export: no importer reads its blocks any more."""
+
+    transfer_id: str
+    outcome: str
+    """`released`, `expired`, `dropped` or `aborted`."""
+
+
+class Export:
+    """The blocks of one prefill, attempt by attempt. Methods return the messages that every attached importer gets."""
+
+    def __init__(self, transfer_id: str, prompt_hash: bytes, num_prompt_tokens: int, lease_until_s: float) -> None:
+        self.transfer_id = transfer_id
+        self.lease = Lease(transfer_id, lease_until_s)
+        self._prompt_hash = prompt_hash
+        self._num_prompt_tokens = num_prompt_tokens
+        self._attempt = 0
+        self._block_ids: list[int] = []  # one per KV block named so far, in token order
+        self._block_id_set: set[int] = set()
+        self._num_tokens = 0
+        self._done: Done | None = None
+
+    def announce(self, block_ids: Sequence[int], num_tokens: int) -> list[FromExporter]:
+        """`num_tokens` of the prompt are computed and lie in `block_ids` (all of them, in token order).
+
+        Blocks that are not those named before mean that the engine started over without saying so.
+        """
+        self._require_computing("announce blocks")
+        known = len(self._block_ids)
+        messages: list[FromExporter] = []
+        if list(block_ids[:known]) != self._block_ids or num_tokens < self._num_tokens:
+            messages = self.restart()
+            known = 0
+        new = list(block_ids[known:])
+        if new or num_tokens > self._num_tokens:
+            self._block_ids += new
+            self._block_id_set.update(new)
+            self._num_tokens = num_tokens
+            messages.append(Ready(self.transfer_id, self._attempt, known, new, num_tokens))
+        return messages
+
+    def restart(self) -> list[FromExporter]:
+        """The engine gave the blocks up and will compute the prompt again: nothing is ready any more."""
+        self._require_computing("restart")
+        self._attempt += 1
+        self._block_ids = []
+        self._block_id_set = set()
+        self._num_tokens = 0
+        return [Ready(self.transfer_id, self._attempt, 0, [], 0)]
+
+    def finish(
+        self, block_ids: Sequence[int], num_tokens: int, first_token: int | None, lease_until_s: float
+    ) -> list[FromExporter]:
+        """The prompt is computed; the lease alone holds the blocks from now on."""
+        messages = self.announce(block_ids, num_tokens)
+        self._done = Done(self.transfer_id, self._attempt, num_tokens, self._prompt_hash, first_token)
+        self.lease.finish(lease_until_s)
+        return [*messages, self._done]
+
+    def mismatch(self, attach: Attach) -> str:
+        """Why this importer's prompt is not ours; empty when it is."""
+        if attach.num_tokens != self._num_prompt_tokens:
+            return f"the importer expects {attach.num_tokens} prompt tokens, the exporter has {self._num_prompt_tokens}"
+        if attach.prompt_hash != self._prompt_hash:
+            return "the prompts of importer and exporter differ, though their lengths are equal"
+        return ""
+
+    def so_far(self) -> list[FromExporter]:
+        """What an importer that attaches now has missed."""
+        messages: list[FromExporter] = []
+        if self._block_ids or self._attempt:
+            messages.append(Ready(self.transfer_id, self._attempt, 0, list(self._block_ids), self._num_tokens))
+        return [*messages, self._done] if self._done else messages
+
+    def is_over(self, fetch: Fetch) -> bool:
+        """The fetch belongs to an earlier attempt, or the export was called off."""
+        return fetch.attempt < self._attempt or self.lease.state not in READABLE_STATES
+
+    def names_all(self, block_ids: Sequence[int]) -> bool:
+        return self._block_id_set.issuperset(block_ids)
+
+    def _require_computing(self, verb: str) -> None:
+        if self.lease.state not in COMPUTING_STATES:
+            state = self.lease.state.value
+            raise IllegalTransition(f"Transfer {self.transfer_id}: the engine cannot {verb} when it is {state}.")

@@ -1,0 +1,215 @@
+"""What one rank's paged KV cache looks like, and where its blocks lie in memory.
+
+`probe` reads shapes and strides of the registered caches, assumes nothing else about them, and refuses what it
+cannot describe. A *run* is a contiguous piece of one block of one layer; a *region* is one such run over all blocks.
+"""
+
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+MAX_RUNS_PER_BLOCK = 1024
+"""More pieces than this per layer and block would cost more in bookkeeping than in bytes."""
+
+
+class LayoutError(ValueError):
+    """A cache whose blocks cannot be described as a few contiguous runs."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One run of one layer: block `b` has `run_bytes` bytes at `base_address + b * block_stride_bytes`."""
+
+    base_address: int
+    block_stride_bytes: int
+    run_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What shapes and strides cannot tell. Two ranks exchange blocks only if all of it is equal."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    num_kv_heads: int
+    """Of this rank."""
+    head_size: int
+    block_size: int
+    """Tokens per block."""
+    layout_name: str
+    attention_backend: str
+    tp_size: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Everything that must match between two ranks of equal place in their TP groups; independent of pool sizes."""
+
+    facts: ModelFacts
+    layer_names: tuple[str, ...]
+    block_shapes: tuple[tuple[int, ...], ...]
+    """Per layer: the logical axes of one block, for example (kv head, token, content)."""
+    axis_orders: tuple[tuple[int, ...], ...]
+    """Per layer: those axes as they lie in memory, outermost first."""
+    block_runs: tuple[tuple[int, ...], ...]
+    """Per layer: bytes of each contiguous run of one block, in logical order."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_names)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.facts.block_size
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Per layer: bytes of one block."""
+        return tuple(sum(runs) for runs in self.block_runs)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(self.layer_bytes)
+
+    def fields(self) -> dict[str, str]:
+        """The layout as name and text, so that a refusal can name what differs."""
+        facts = {name: str(value) for name, value in vars(self.facts).items()}
+        return facts | {
+            "num_layers": str(self.num_layers),
+            "layer_names": hashlib.sha256("\n".join(self.layer_names).encode()).hexdigest()[:12],
+            "block_shapes": _counted(self.block_shapes),
+            "axis_orders": _counted(self.axis_orders),
+            "block_runs": _counted(self.block_runs),
+        }
+
+    def fingerprint(self) -> str:
+        text = "\n".join(f"{name}={value}" for name, value in sorted(self.fields().items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class CacheMap:
+    """A layout at its addresses in this process."""
+
+    layout: CacheLayout
+    num_blocks: int
+    layers: tuple[tuple[Region, ...], ...]
+    """Per layer, one region per run."""
+    owners: tuple[object, ...]
+    """The caches themselves: they must outlive every copy."""
+
+    @classmethod
+    def of(cls, layout: CacheLayout, num_blocks: int, layers: tuple[tuple[Region, ...], ...]) -> Self:
+        """A map of memory that somebody else keeps alive."""
+        return cls(layout, num_blocks, layers, ())
+
+    def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
+        return tuple(itertools.chain.from_iterable(self.layers[first_layer : first_layer + num_layers]))
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """An array as address, shape (elements), strides (bytes)."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+
+def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> CacheMap:
+    """Describe `kv_caches`: per layer name a torch CPU tensor or numpy array with the block as logical axis 0.
+
+    Raises LayoutError, naming the layer with its shape and strides, for anything that is not a set of contiguous runs.
+    """
+    if not kv_caches:
+        raise LayoutError("No KV cache was registered: kvtransfer needs at least one attention layer.")
+    names = tuple(sorted(kv_caches, key=_natural_order))
+    shapes, orders, runs, layers = [], [], [], []
+    for name in names:
+        array = _strided(name, kv_caches[name])
+        where = f"KV cache of layer {name!r} (shape {array.shape}, strides {array.strides} bytes)"
+        if len(array.shape) < 2 or array.shape[0] != num_blocks:
+            raise LayoutError(
+                f"{where}: axis 0 should be the block and have {num_blocks} entries. "
+                "Use an attention backend whose cache has one entry per KV block."
+            )
+        order = _memory_order(where, array)
+        run_bytes, offsets = _runs(where, array, order)
+        layers.append(
+            tuple(Region(array.address + offset, array.strides[0], run_bytes, num_blocks) for offset in offsets)
+        )
+        shapes.append(array.shape[1:])
+        orders.append(tuple(axis - 1 for axis in order if axis != 0))
+        runs.append((run_bytes,) * len(offsets))
+    layout = CacheLayout(facts, names, tuple(shapes), tuple(orders), tuple(runs))
+    return CacheMap(layout, num_blocks, tuple(layers), tuple(kv_caches[name] for name in names))
+
+
+def _strided(name: str, cache: Any) -> _Strided:
+    if hasattr(cache, "data_ptr"):  # a torch tensor; torch itself is not imported for this
+        if cache.device.type != "cpu":
+            raise LayoutError(
+                f"KV cache of layer {name!r} is on {cache.device}: the links `host` and `zmq` move CPU memory only."
+            )
+        item_bytes = int(cache.element_size())
+        strides = tuple(int(stride) * item_bytes for stride in cache.stride())
+        return _Strided(int(cache.data_ptr()), tuple(cache.shape), strides, item_bytes)
+    if hasattr(cache, "__array_interface__"):
+        address = int(cache.__array_interface__["data"][0])
+        return _Strided(address, tuple(cache.shape), tuple(cache.strides), int(cache.itemsize))
+    raise LayoutError(
+        f"KV cache of layer {name!r} is a {type(cache).__name__}: expected one tensor per layer. "
+        "State-space and hybrid caches cannot be handed over yet."
+    )
+
+
+def _memory_order(where: str, array: _Strided) -> tuple[int, ...]:
+    """Axes that have more than one entry, outermost first, refusing arrays whose elements overlap."""
+    axes = [axis for axis, size in enumerate(array.shape) if size > 1]
+    axes.sort(key=lambda axis: array.strides[axis], reverse=True)
+    extent = array.item_bytes
+    for axis in reversed(axes):
+        if array.strides[axis] < extent:
+            raise LayoutError(f"{where}: axis {axis} overlaps another. Register the cache unexpanded.")
+        extent = array.strides[axis] * array.shape[axis]
+    return tuple(axes)
+
+
+def _runs(where: str, array: _Strided, order: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Bytes of each contiguous run of one block, and the offsets of the runs in logical order."""
+    run_bytes = array.item_bytes
+    outer = [axis for axis in order if axis != 0]
+    while outer and array.strides[outer[-1]] == run_bytes:
+        run_bytes *= array.shape[outer.pop()]
+    if run_bytes == array.item_bytes and outer:
+        raise LayoutError(f"{where}: no inner axis is contiguous, a block would have to move element by element.")
+    num_runs = math.prod(array.shape[axis] for axis in outer)
+    if num_runs > MAX_RUNS_PER_BLOCK:
+        raise LayoutError(f"{where}: a block lies in {num_runs} pieces; at most {MAX_RUNS_PER_BLOCK} can be moved.")
+    steps = [range(0, array.strides[axis] * array.shape[axis], array.strides[axis]) for axis in sorted(outer)]
+    return run_bytes, [sum(step) for step in itertools.product(*steps)]
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """`layers.10` after `layers.9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _counted(per_layer: tuple[tuple[int, ...], ...]) -> str:
+    """Equal neighbours together: `30 x (3, 128, 128)`."""
+    return ", ".join(f"{len(list(group))} x {_short(value)}" for value, group in itertools.groupby(per_layer))
+
+
+def _short(value: tuple[int, ...]) -> str:
+    if len(value) > 4 and len(set(value)) == 1:
+        return f"({len(value)} times {value[0]})"
+    return str(value)
