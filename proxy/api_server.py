@@ -1,0 +1,180 @@
+"""The API server of a cluster: vLLM's own, on our core client, with our routes and metrics.
+
+Relies on vLLM 0.32: `setup_server`, `build_app`, `init_app_state`, `NoSignalServer` (signals belong to whoever runs
+us), `AsyncLLM.from_vllm_config`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from cluster.config import ClusterConfig
+from proxy.dispatch import DispatchSettings
+from proxy.metrics import ProxyMetrics
+from proxy.roster import Roster
+from proxy.scheduling.place import Policy
+from proxy.worker_pool import WorkerPool
+
+log = logging.getLogger("twinpool.proxy")
+
+GPU_BREAK_EVEN_TOKENS = 2048
+CPU_BREAK_EVEN_TOKENS = 64
+"""Below this a prompt costs the decode core less than one hand-over and one queue more."""
+STREAMS_END_WITHIN_S = 3
+SELF_TEST_TIMEOUT_S = 120.0
+
+
+class ProxyStartError(Exception):
+    """The proxy could not start; a sentence for the operator."""
+
+
+class WorkerGone(Protocol):
+    """What the launcher tells about a worker's process that ended."""
+
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def cause(self) -> str: ...
+
+
+async def run_api_server(config: ClusterConfig, model_path: str, proxy_address: str,
+                         on_ready: Callable[[str], Awaitable[None]], worker_exits: "asyncio.Queue[Any]",
+                         stop: asyncio.Event) -> None:  # fmt: skip
+    """Serves until `stop` is set.
+
+    Args:
+        config: the whole configuration.
+        model_path: directory or name of the model, as the workers were told.
+        proxy_address: ZMQ endpoint to bind for the workers.
+        on_ready: awaited with the server's URL once a real request went through both pools.
+        worker_exits: `WorkerGone` objects of processes that ended.
+        stop: ends the server; open requests get an error.
+
+    Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
+    """
+    # vLLM takes seconds to import; the launcher's event loop goes on meanwhile.
+    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path), stop)
+    if server is None:
+        return
+    metrics = ProxyMetrics()
+    roster = Roster(
+        models=server.model_names,
+        dead_after_s=config.liveness.dead_after_s,
+        expected=expected_workers(config),
+    )
+    pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
+    exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
+    try:
+        ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s), stop)
+        if ready is None:
+            return
+        await server.serve(
+            pool, dispatch_settings(config, server.on_gpu), metrics, (exits, *pool.tasks), on_ready, stop
+        )
+    finally:
+        exits.cancel()
+        pool.close()
+        server.close()
+
+
+def _prepare(config: ClusterConfig, model_path: str) -> Any:
+    from proxy.vllm_server import VllmServer
+
+    return VllmServer(config, model_path)
+
+
+async def _unless_stopped(work: Awaitable[Any], stop: asyncio.Event) -> Any:
+    """The result of `work`, or None if `stop` came first."""
+    task, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not task.done():
+            task.cancel()
+            return None
+        return task.result()
+    finally:
+        stopped.cancel()
+
+
+def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
+    """Ids of all workers of the configuration, in the order of their indices."""
+    return tuple(
+        f"{role}-{index}"
+        for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode))
+        for index in range(pool.replicas)
+    )
+
+
+def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
+    """What requests depend on, with `auto` resolved."""
+    threshold = config.scheduling.remote_prefill_min_tokens
+    if threshold == "auto":
+        threshold = GPU_BREAK_EVEN_TOKENS if on_gpu else CPU_BREAK_EVEN_TOKENS
+    return DispatchSettings(
+        policy=Policy(threshold, config.scheduling.on_no_prefill),
+        reserve_at_start=config.scheduling.reserve == "at_prefill_start",
+        queue_timeout_s=config.scheduling.queue_timeout_s,
+        hold_every_s=config.transfer.beat_s,
+    )
+
+
+async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPool) -> None:
+    while True:
+        gone = await worker_exits.get()
+        pool.give_up(gone.worker_id, gone.cause[:1].upper() + gone.cause[1:])
+
+
+async def wait_for_workers(pool: WorkerPool, timeout_s: float) -> bool:
+    """Returns when a prefill and a decode worker that can exchange blocks are there; raises `ProxyStartError`.
+
+    A cluster without prefill workers in its configuration only waits for a decode worker.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    roster = pool.roster
+    while True:
+        needs_prefill = any(worker_id.startswith("prefill-") for worker_id in roster.expected)
+        if needs_prefill and roster.fingerprints_shared():
+            return True
+        if not needs_prefill and roster.alive("decode"):
+            return True
+        settled = all(worker_id in roster.workers or worker_id in roster.causes for worker_id in roster.expected)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or (settled and _hopeless(roster)):
+            raise ProxyStartError(_who_is_missing(roster, timeout_s))
+        await pool.wait_for_change(min(left_s, 1.0))
+
+
+def _hopeless(roster: Roster) -> bool:
+    """Everybody has come or died, and still no pair can exchange blocks."""
+    if roster.alive("prefill") and roster.alive("decode"):
+        return True
+    return any(worker_id in roster.causes for worker_id in roster.expected)
+
+
+def _who_is_missing(roster: Roster, timeout_s: float) -> str:
+    differing = roster.differing_fields()
+    if differing:
+        return (
+            "no prefill worker has the KV layout of a decode worker, so nothing could be handed over; they differ in "
+            f"(prefill / decode): {', '.join(differing)}. Give both pools the same engine options"
+        )
+    missing = [worker_id for worker_id in roster.expected if worker_id not in roster.workers]
+    dead = [f"{worker_id}: {cause}" for worker_id, cause in roster.causes.items()]
+    late = [worker_id for worker_id in missing if worker_id not in roster.causes]
+    parts = []
+    if dead:
+        parts.append("; ".join(dead))
+    if late:
+        parts.append(f"{', '.join(late)} did not come up within {timeout_s:g} s (start_timeout_s); see their logs")
+    return "the cluster did not start: " + ("; ".join(parts) or "no worker came up; see their logs")
+
+
+def first_failure(tasks: Sequence["asyncio.Task[Any]"]) -> str:
+    """Why a task that must not end did."""
+    for task in tasks:
+        if task.done():
+            error = None if task.cancelled() else task.exception()
+            return f"the proxy's task {task.get_name()} ended: {error or 'cancelled'}"
+    return "a task of the proxy ended"

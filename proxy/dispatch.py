@@ -1,0 +1,529 @@
+"""Every request on its way: feeds flights with what happens and carries out what they say.
+
+The thin shell around `flight.advance` and `scheduling.place`. It runs on one event loop; nothing in it waits. What
+the client should see is put, one batch per engine step, into `outputs`.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+
+from cluster import messages
+from proxy.flight import (
+    Aborted,
+    AbortLeg,
+    Action,
+    Cause,
+    DeadlinePassed,
+    DropTransfer,
+    Emit,
+    Event,
+    Fail,
+    Flight,
+    HandoverClosed,
+    IllegalTransition,
+    LegKind,
+    PlaceAnew,
+    Placed,
+    PrefillStarted,
+    SendFirstToken,
+    Stage,
+    SubmitDecode,
+    SubmitLocal,
+    SubmitPrefill,
+    WorkerLost,
+    advance,
+)
+from proxy.lifetime import Lifetime
+from proxy.metrics import ProxyMetrics
+from proxy.recent import RecentHandovers
+from proxy.roster import Loss, Worker
+from proxy.scheduling.place import Local, Placement, Policy, PrefillOnly, Wait, place
+from proxy.scheduling.view import PoolView, RequestShape, WorkerView
+from proxy.trip import Leg, Siblings, Trip, Workload
+from proxy.vllm_leg_outputs import (
+    BadOutputs,
+    OutputDecoder,
+    add_prompt_scores,
+    batch,
+    client_output,
+    leg_event,
+    prompt_scores,
+)
+from proxy.vllm_leg_requests import Exporter, LegRequests
+from proxy.worker_pool import WorkerPool
+
+log = logging.getLogger("twinpool.proxy")
+
+HOLD_EVERY_S = 5.0
+LATE_NEWS_S = 60.0
+"""How long the report of a hand-over is waited for after its request has ended."""
+EXPECTED_OUTPUT_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """The operator's choices that requests depend on."""
+
+    policy: Policy
+    reserve_at_start: bool
+    queue_timeout_s: float
+    hold_every_s: float = HOLD_EVERY_S
+
+
+class Dispatcher:
+    """Owns every trip. `on_failure(request_id, status, message)` tells the front end; it returns the ids of other
+    requests that ended with it (siblings)."""
+
+    def __init__(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
+                 on_failure: Callable[[str, int, str], Iterable[str]]) -> None:  # fmt: skip
+        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        """`EngineCoreOutputs` for the front end, or the exception that ends it."""
+        self.trips: dict[str, Trip] = {}
+        self.recent = RecentHandovers()
+        self._pool = pool
+        self._settings = settings
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._legs: dict[str, Leg] = {}
+        self._transfers: dict[str, Trip] = {}
+        self._late_news: deque[tuple[float, str]] = deque()
+        self._workloads: dict[str, Workload] = {}
+        self._siblings: dict[str, Siblings] = {}
+        self._queued: dict[str, None] = {}
+        self._batch: list[Any] = []
+        self._held_s = 0.0
+        self._requests = LegRequests()
+        self._decoder = OutputDecoder()
+        pool.listen(self)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that nobody works on yet."""
+        return sum(trip.flight.stage is Stage.WAITING for trip in self.trips.values())
+
+    # ------------------------------------------------------------------------------------- from the front end
+
+    def add(self, request_id: str, request: Any, shape: RequestShape, group: str = "") -> None:
+        """Takes a request. Raises nothing: whatever goes wrong reaches the client through `on_failure`."""
+        known = self.trips.get(request_id)
+        if known is not None:
+            self._more_input(known, request)
+            return
+        flight = Flight(
+            num_prompt_tokens=shape.num_prompt_tokens,
+            max_tokens=shape.max_tokens,
+            max_model_len=min((w.hello.engine.max_model_len for w in self._pool.roster.alive()), default=1 << 62),
+            first_token_mode=shape.first_token_mode,
+            wants_prompt_scores=shape.wants_prompt_scores,
+            reserve_at_start=self._settings.reserve_at_start,
+            open_ended=bool(getattr(request, "resumable", False)),
+        )
+        trip = Trip(request_id, request, shape, flight, Lifetime(), group)
+        self._note(trip, "arrived")
+        self.trips[request_id] = trip
+        if self._joins_siblings(trip):
+            return
+        self._place(trip)
+        self._flush()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests on every worker. Unknown ids have ended already."""
+        for request_id in list(request_ids):
+            trip = self.trips.get(request_id)
+            if trip is not None:
+                self._note(trip, "aborted")
+                self._feed(trip, Aborted())
+        self._flush()
+
+    def fail_all(self, status: int, message: str) -> None:
+        """Ends every request with an error, e.g. because the proxy stops."""
+        for trip in list(self.trips.values()):
+            if trip.request_id in self.trips:
+                self._note(trip, "failed")
+                self._feed(trip, Aborted())
+                self._tell_failure(trip, status, Cause("stopping", message))
+
+    def _more_input(self, trip: Trip, request: Any) -> None:
+        """Streamed input: the next chunk of a request, for the engine that has it already."""
+        engine_request_id = trip.legs.get("local")
+        if engine_request_id is None:
+            return
+        if not request.resumable:
+            # The last chunk: the next finish is the end of the request.
+            trip.flight = replace(trip.flight, open_ended=False)
+        frames = self._requests.local(request, engine_request_id)
+        self._send(trip.flight.decode, messages.Submit(engine_request_id), frames)
+
+    # ------------------------------------------------------------------------------------------- from workers
+
+    def on_outputs(self, worker: Worker, frames: Sequence[zmq.Frame]) -> None:
+        """One engine step of a worker."""
+        try:
+            step = self._decoder.decode(frames)
+        except BadOutputs as error:
+            self._metrics.bad_frames.inc()
+            log.warning("bad_outputs worker=%s error=%s", worker.worker_id, error)
+            return
+        for output in step.outputs:
+            leg = self._legs.get(output.request_id)
+            if leg is None or leg.worker_id != worker.worker_id:
+                continue
+            if output.finish_reason is not None and not leg.trip.flight.open_ended:
+                self._close_leg(leg.trip, leg.kind)
+            self._feed(leg.trip, leg_event(leg.kind, output))
+        self._flush(worker, step)
+
+    def on_prefill_started(self, worker: Worker, transfer_id: str) -> None:
+        """The prefill engine scheduled the first chunk of a hand-over."""
+        trip = self._transfers.get(transfer_id)
+        if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
+            self._note(trip, "prefill_started")
+            self._feed(trip, PrefillStarted())
+
+    def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None:
+        """A decode worker has all it can get of a hand-over."""
+        trip = self._transfers.pop(closed.transfer_id, None)
+        if trip is None:
+            return
+        self._metrics.observe_handover(closed)
+        self.recent.closed(trip, closed)
+        log.info(
+            "handover_closed request=%s transfer=%s outcome=%s kind=%s link=%s bytes=%d after_done_s=%.4f copy_s=%.4f",
+            trip.request_id, closed.transfer_id, closed.outcome, closed.failure_kind, closed.link, closed.bytes_moved,
+            closed.done_to_loaded_s, closed.copy_s,
+        )  # fmt: skip
+        if closed.transfer_id != trip.transfer_id:
+            return
+        self._note(trip, "handover_closed")
+        if trip.request_id in self.trips and trip.flight.decode == worker.worker_id:
+            self._feed(trip, HandoverClosed(closed.outcome))
+            self._flush()
+
+    def on_worker_lost(self, loss: Loss) -> None:
+        """Ends or replaces every leg at a worker. If it only stood still, it is told to drop them."""
+        cause = Cause(loss.kind, loss.cause)
+        orphans = self._workloads.pop(loss.worker_id, Workload()).legs
+        touched = {leg.trip.request_id: leg.trip for leg in (self._legs.get(i) for i in orphans) if leg is not None}
+        # Some have no leg there now, but a lease or a decode leg to come.
+        touched.update(
+            {t.request_id: t for t in self.trips.values() if loss.worker_id in (t.flight.prefill, t.flight.decode)}
+        )
+        if loss.kind in ("silent", "unreachable", "rejoined") and orphans:
+            self._pool.send(loss.worker_id, messages.Abort(sorted(orphans)))
+        for engine_request_id in orphans:
+            leg = self._legs.pop(engine_request_id, None)
+            if leg is not None:
+                leg.trip.legs.pop(leg.kind, None)
+        for trip in touched.values():
+            self._feed(trip, WorkerLost(loss.worker_id, cause))
+        self._flush()
+
+    def on_pool_changed(self) -> None:
+        """Somebody came or went: whoever waits may be placed now."""
+        for request_id in list(self._queued):
+            trip = self.trips.get(request_id)
+            if trip is not None and request_id in self._queued:
+                self._place(trip)
+        self._flush()
+
+    def on_beat(self, now_s: float) -> None:
+        """Deadlines of the queue, renewal of leases, forgotten reports."""
+        for request_id in list(self._queued):
+            trip = self.trips.get(request_id)
+            if trip is not None and trip.deadline_s is not None and now_s >= trip.deadline_s:
+                waited = f"{self._settings.queue_timeout_s:g} s"
+                message = f"No worker could take the request within {waited}; try again later"
+                self._feed(trip, DeadlinePassed(Cause("queue_timeout", message)))
+        if now_s - self._held_s >= self._settings.hold_every_s:
+            self._held_s = now_s
+            self._hold_leases()
+        while self._late_news and self._late_news[0][0] <= now_s:
+            self._transfers.pop(self._late_news.popleft()[1], None)
+        stages = [trip.flight.stage for trip in self.trips.values()]
+        for stage in Stage:
+            if stage is not Stage.FINISHED:
+                self._metrics.requests_open.labels(stage.value).set(stages.count(stage))
+        self._flush()
+
+    def _hold_leases(self) -> None:
+        held: dict[str, list[str]] = {}
+        for trip in self.trips.values():
+            if trip.flight.lease_open and trip.flight.prefill:
+                held.setdefault(trip.flight.prefill, []).append(trip.transfer_id)
+        for worker_id, transfer_ids in held.items():
+            self._pool.send(worker_id, messages.HoldTransfers(transfer_ids))
+
+    # ---------------------------------------------------------------------------------------------- placement
+
+    def view(self) -> PoolView:
+        """The workers as placement sees them now."""
+        views = []
+        for worker in sorted(self._pool.roster.workers.values(), key=lambda w: w.index):
+            workload = self._workloads.get(worker.worker_id, Workload())
+            views.append(
+                WorkerView(
+                    worker_id=worker.worker_id,
+                    role=worker.role,
+                    alive=worker.alive,
+                    fingerprint=worker.hello.fingerprint,
+                    max_model_len=worker.hello.engine.max_model_len,
+                    queued_tokens=workload.queued_tokens,
+                    num_requests=len(workload.legs),
+                    blocks_free=worker.blocks_free,
+                )
+            )
+        return PoolView(tuple(views))
+
+    def _place(self, trip: Trip) -> None:
+        self._put(trip, place(trip.shape, self.view(), self._settings.policy))
+
+    def _put(self, trip: Trip, placement: Placement) -> None:
+        if isinstance(placement, Wait):
+            if trip.deadline_s is None:
+                trip.deadline_s = time.monotonic() + self._settings.queue_timeout_s
+                self._metrics.observe_decision("wait", placement.reason)
+            self._queued[trip.request_id] = None
+            return
+        self._queued.pop(trip.request_id, None)
+        self._note(trip, "placed")
+        self._metrics.observe_decision(type(placement).__name__.lower(), placement.reason)
+        log.info("placed request=%s placement=%s", trip.request_id, placement)
+        self._feed(trip, Placed(placement))
+
+    # ----------------------------------------------------------------------------------------------- siblings
+
+    def _joins_siblings(self, trip: Trip) -> bool:
+        """True if a sibling leads and this request needs no placement of its own now."""
+        if not trip.group:
+            return False
+        siblings = self._siblings.get(trip.group)
+        if siblings is None:
+            self._siblings[trip.group] = Siblings(trip.request_id, {trip.request_id})
+            return False
+        siblings.members.add(trip.request_id)
+        if siblings.leader not in self.trips:
+            siblings.leader = trip.request_id
+            return False
+        siblings.waiting.append(trip.request_id)
+        self._lead(siblings)
+        return True
+
+    def _lead(self, siblings: Siblings) -> None:
+        """Lets waiting siblings go where their leader has the prompt, or makes the next one the leader."""
+        leader = self.trips.get(siblings.leader)
+        if leader is None:
+            if siblings.waiting:
+                siblings.leader = siblings.waiting.pop(0)
+                heir = self.trips.get(siblings.leader)
+                if heir is not None:
+                    self._place(heir)
+                self._lead(siblings)
+            return
+        if leader.flight.stage not in (Stage.DECODING, Stage.LOCAL) and not (
+            leader.flight.stage is Stage.HANDING_OVER and leader.num_outputs > 1
+        ):
+            return
+        siblings.scores = siblings.scores or leader.scores
+        followers, siblings.waiting = siblings.waiting, []
+        for request_id in followers:
+            trip = self.trips.get(request_id)
+            if trip is None:
+                continue
+            trip.scores = siblings.scores
+            follow = PrefillOnly if self._role(leader.flight.decode) == "prefill" else Local
+            self._put(trip, follow(leader.flight.decode, "sibling"))
+
+    def _leave_siblings(self, trip: Trip) -> None:
+        siblings = self._siblings.get(trip.group)
+        if siblings is None:
+            return
+        siblings.members.discard(trip.request_id)
+        if trip.request_id in siblings.waiting:
+            siblings.waiting.remove(trip.request_id)
+        if not siblings.members:
+            del self._siblings[trip.group]
+        elif siblings.leader == trip.request_id:
+            self._lead(siblings)
+
+    def _role(self, worker_id: str) -> str:
+        worker = self._pool.roster.workers.get(worker_id)
+        return worker.role if worker is not None else "decode"
+
+    # ---------------------------------------------------------------------------------------- flights' actions
+
+    def _feed(self, trip: Trip, event: Event) -> None:
+        if trip.flight.finished:
+            return
+        stage = trip.flight.stage
+        try:
+            step = advance(trip.flight, event)
+        except IllegalTransition as error:
+            self._metrics.illegal_transitions.inc()
+            log.error("illegal_transition request=%s error=%s", trip.request_id, error)
+            return
+        trip.flight = step.flight
+        for action in step.actions:
+            self._perform(trip, action)
+        if trip.flight.finished:
+            self._forget(trip)
+        elif trip.group and (trip.flight.stage is not stage or trip.num_outputs == 2):
+            siblings = self._siblings.get(trip.group)
+            if siblings is not None and siblings.waiting and siblings.leader == trip.request_id:
+                self._lead(siblings)
+
+    def _perform(self, trip: Trip, action: Action) -> None:
+        match action:
+            case Emit(leg, payload, finished, prefill):
+                self._emit(trip, leg, payload, finished, prefill)
+            case SubmitPrefill(worker_id):
+                self._submit_prefill(trip, worker_id)
+            case SubmitDecode(worker_id):
+                self._submit_decode(trip, worker_id)
+            case SubmitLocal(worker_id):
+                self._submit_local(trip, worker_id)
+            case SendFirstToken(worker_id, token):
+                self._send(worker_id, messages.FirstToken(trip.transfer_id, token))
+            case DropTransfer(worker_id):
+                self._send(worker_id, messages.DropTransfers([trip.transfer_id]))
+            case AbortLeg(kind, worker_id):
+                engine_request_id = trip.legs.get(kind)
+                self._close_leg(trip, kind)
+                if engine_request_id is not None:
+                    self._send(worker_id, messages.Abort([engine_request_id]))
+            case PlaceAnew(cause):
+                self._metrics.replacements.inc()
+                log.warning("placed_anew request=%s cause=%s", trip.request_id, cause.message)
+                self._note(trip, "placed_anew")
+                self._expect_late_news(trip)
+                trip.transfer_id = ""
+                self._place(trip)
+            case Fail(status, cause):
+                self._note(trip, "failed")
+                self._tell_failure(trip, status, cause)
+
+    def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
+        self._metrics.failed.labels(str(status), cause.kind).inc()
+        log.warning("request_failed request=%s status=%d cause=%s", trip.request_id, status, cause.message)
+        self.abort(i for i in self._on_failure(trip.request_id, status, cause.message) if i != trip.request_id)
+
+    def _submit_prefill(self, trip: Trip, worker_id: str) -> None:
+        trip.transfer_id = uuid.uuid4().hex
+        self._transfers[trip.transfer_id] = trip
+        self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
+        engine_request_id = self._open_leg(trip, "prefill", worker_id)
+        self._note(trip, "prefill_submitted")
+        frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode)
+        self._send(worker_id, messages.Submit(engine_request_id), frames)
+
+    def _submit_decode(self, trip: Trip, worker_id: str) -> None:
+        exporter = self._pool.roster.workers.get(trip.flight.prefill)
+        ranks = exporter.hello.ranks if exporter is not None else []
+        engine_request_id = self._open_leg(trip, "decode", worker_id)
+        self._note(trip, "decode_submitted")
+        frames = self._requests.decode(
+            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode,
+            Exporter(trip.flight.prefill, ranks),
+        )  # fmt: skip
+        self._send(worker_id, messages.Submit(engine_request_id), frames)
+
+    def _submit_local(self, trip: Trip, worker_id: str) -> None:
+        self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
+        engine_request_id = self._open_leg(trip, "local", worker_id)
+        frames = self._requests.local(trip.request, engine_request_id, trip.scores is not None)
+        self._send(worker_id, messages.Submit(engine_request_id), frames)
+
+    def _send(self, worker_id: str, message: messages.ToWorker, frames: Sequence[Any] = ()) -> None:
+        if not self._pool.send(worker_id, message, frames):
+            # Not from within an action: losing the worker feeds every flight it carries, this one included.
+            asyncio.get_running_loop().call_soon(self._pool.unreachable, worker_id)
+
+    # ------------------------------------------------------------------------------------------------ outputs
+
+    def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
+        trip.num_outputs += 1
+        if trip.num_outputs == 1:
+            self._first_output(trip, leg, payload, prefill)
+        elif trip.num_outputs == 2:
+            self._note(trip, "second_output")
+            gap = trip.lifetime.between("first_output", "second_output")
+            if gap is not None:
+                self._metrics.second_token_seconds.observe(gap)
+        self._batch.append(client_output(payload, trip.request_id, leg, finished, prefill))
+        if finished:
+            self._note(trip, "finished")
+
+    def _first_output(self, trip: Trip, leg: LegKind, payload: Any, prefill: Any) -> None:
+        self._note(trip, "first_output")
+        parts = trip.lifetime.first_token_parts()
+        if parts is not None:
+            self._metrics.observe_first_token(parts)
+            self.recent.first_output(trip)
+        if trip.shape.wants_prompt_scores:
+            if trip.scores is not None:
+                add_prompt_scores(payload, trip.scores)
+            else:
+                trip.scores = prompt_scores(prefill if leg == "decode" and prefill is not None else payload)
+
+    def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
+        """Gives the front end everything that one message led to, as one engine step."""
+        outputs, self._batch = self._batch, []
+        if worker is None:
+            if outputs:
+                self.outputs.put_nowait(batch(0, outputs, None))
+        elif outputs or step.scheduler_stats is not None:
+            self.outputs.put_nowait(batch(worker.index, outputs, step))
+
+    # -------------------------------------------------------------------------------------------- bookkeeping
+
+    def _open_leg(self, trip: Trip, kind: LegKind, worker_id: str) -> str:
+        engine_request_id = uuid.uuid4().hex
+        tokens = trip.shape.num_prompt_tokens
+        self._legs[engine_request_id] = Leg(trip, kind, worker_id, tokens)
+        trip.legs[kind] = engine_request_id
+        workload = self._workloads.setdefault(worker_id, Workload())
+        workload.legs.add(engine_request_id)
+        if kind == "prefill":
+            workload.queued_tokens += tokens
+        worker = self._pool.roster.workers.get(worker_id)
+        if worker is not None:
+            output_tokens = 1 if kind == "prefill" else min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)
+            worker.promised_blocks += -(-(tokens + output_tokens) // max(1, worker.hello.engine.block_size))
+        return engine_request_id
+
+    def _close_leg(self, trip: Trip, kind: LegKind) -> None:
+        engine_request_id = trip.legs.pop(kind, None)
+        leg = self._legs.pop(engine_request_id, None) if engine_request_id is not None else None
+        if leg is None or engine_request_id is None:
+            return
+        if kind == "prefill":
+            self._note(trip, "prefill_ended")
+        workload = self._workloads.get(leg.worker_id)
+        if workload is not None and engine_request_id in workload.legs:
+            workload.legs.discard(engine_request_id)
+            if kind == "prefill":
+                workload.queued_tokens -= leg.prompt_tokens
+
+    def _forget(self, trip: Trip) -> None:
+        for kind in list(trip.legs):
+            self._close_leg(trip, kind)
+        self._queued.pop(trip.request_id, None)
+        self.trips.pop(trip.request_id, None)
+        self._expect_late_news(trip)
+        if trip.group:
+            self._leave_siblings(trip)
+
+    def _expect_late_news(self, trip: Trip) -> None:
+        """The report of a hand-over may come after its request has ended; metrics want it."""
+        if trip.transfer_id in self._transfers:
+            self._late_news.append((time.monotonic() + LATE_NEWS_S, trip.transfer_id))
+
+    def _note(self, trip: Trip, event: Any) -> None:
+        trip.lifetime.note(event, time.monotonic())

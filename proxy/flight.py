@@ -1,0 +1,444 @@
+"""The legs of one request, as a pure state machine: events in, actions out.
+
+Nothing here sends, waits or reads a clock. `advance` takes a flight and what happened to it, and returns the flight
+as it is afterwards with what must be done. An event that cannot happen in a stage raises `IllegalTransition`.
+
+    WAITING       nobody works on it: in the proxy's queue, or behind the sibling that fetches the prompt for it
+    PREFILLING    the prefill leg runs; the decode leg may have been submitted to reserve its blocks
+    HANDING_OVER  the prefill leg has ended; blocks may still be moving
+    DECODING      the decode worker has the blocks, or recomputes them
+    LOCAL         one worker does everything
+    FINISHED      nothing is left anywhere
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Literal
+
+from proxy.scheduling.place import Local, Placement, PrefillOnly, Reject, Remote, Wait
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    HANDING_OVER = "handing_over"
+    DECODING = "decoding"
+    LOCAL = "local"
+    FINISHED = "finished"
+
+
+LegKind = Literal["prefill", "decode", "local"]
+Finish = Literal["stop", "length", "abort", "error", "repetition"]
+"""vLLM's `FinishReason` in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why something failed."""
+
+    kind: str
+    """One word, for counting."""
+    message: str
+    """A sentence for the client."""
+
+
+class IllegalTransition(Exception):
+    """An event reached a flight in a stage where it cannot happen: a fault of the proxy or of a worker."""
+
+    def __init__(self, stage: Stage, event: "Event") -> None:
+        super().__init__(f"{type(event).__name__} cannot happen to a request in stage {stage.value}")
+
+
+# ---------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The prefill engine scheduled the first chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegOutput:
+    """One engine step's output of a leg. `payload` is passed through, never looked at."""
+
+    leg: LegKind
+    token: int | None
+    """The first new token, if any."""
+    finish: Finish | None
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverClosed:
+    """The decode worker will fetch nothing more: `loaded`, `recompute` or `cancelled`."""
+
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker: str
+    cause: "Cause"
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The client left, a stop string ended the request, or a sibling failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    cause: "Cause"
+
+
+Event = Placed | PrefillStarted | LegOutput | HandoverClosed | WorkerLost | Aborted | DeadlinePassed
+
+
+# --------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitPrefill:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitDecode:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitLocal:
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendFirstToken:
+    worker: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropTransfer:
+    """Tell the prefill worker that nobody will fetch the blocks."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLeg:
+    leg: LegKind
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Give an output to the client. `prefill` is what a dropped prefill output contributes to it (exact mode)."""
+
+    leg: LegKind
+    payload: Any
+    finished: bool
+    prefill: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceAnew:
+    """Choose workers again, and mint new ids; answer with `Placed`."""
+
+    cause: "Cause"
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    status: int
+    cause: "Cause"
+
+
+Action = SubmitPrefill | SubmitDecode | SubmitLocal | SendFirstToken | DropTransfer | AbortLeg | Emit | PlaceAnew | Fail
+
+
+# ---------------------------------------------------------------------------------------------------------- flight
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Where one request stands."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    max_model_len: int
+    """Of every worker it may run on."""
+    first_token_mode: bool
+    wants_prompt_scores: bool
+    reserve_at_start: bool
+    """Submit the decode leg when the prefill starts, not when it has ended."""
+    open_ended: bool = False
+    """Streamed input: an output's finish reason ends a turn, not the request."""
+
+    stage: Stage = Stage.WAITING
+    prefill: str = ""
+    """Worker of the prefill leg."""
+    decode: str = ""
+    """Worker of the decode leg, or of the only leg (LOCAL)."""
+    decode_submitted: bool = False
+    handover_closed: bool = False
+    lease_open: bool = False
+    """The prefill worker may hold blocks for us; whoever ends the flight must drop or consume them."""
+    emitted: bool = False
+    """The client has seen something of it: from here on it cannot start over unseen."""
+    replaced: bool = False
+    """It was placed anew once; there is no second time."""
+    held: tuple[LegOutput, ...] = ()
+    """Decode outputs that overtook the prefill output."""
+    prefill_payload: Any = None
+    """Exact mode: the prefill output, until the first decode output takes it along."""
+
+    @property
+    def finished(self) -> bool:
+        return self.stage is Stage.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The flight after an event, and what must be done now, in this order."""
+
+    flight: Flight
+    actions: tuple[Action, ...] = ()
+
+
+def advance(flight: Flight, event: Event) -> Step:
+    """What `event` means to `flight`. Raises `IllegalTransition`."""
+    match flight.stage:
+        case Stage.WAITING:
+            return _in_waiting(flight, event)
+        case Stage.PREFILLING:
+            return _in_prefilling(flight, event)
+        case Stage.HANDING_OVER | Stage.DECODING:
+            return _in_decode(flight, event)
+        case Stage.LOCAL:
+            return _in_local(flight, event)
+        case Stage.FINISHED:
+            # Whatever was on its way when the flight ended.
+            return Step(flight)
+
+
+def _in_waiting(flight: Flight, event: Event) -> Step:
+    match event:
+        case Placed(placement):
+            return _placed(flight, placement)
+        case Aborted():
+            return _end(flight)
+        case DeadlinePassed(cause):
+            return _end(flight, Fail(504, cause))
+        case WorkerLost():
+            return Step(flight)
+        case PrefillStarted() | LegOutput() | HandoverClosed():
+            raise IllegalTransition(flight.stage, event)
+
+
+def _placed(flight: Flight, placement: Placement) -> Step:
+    match placement:
+        case Remote(prefill, decode, _):
+            moved = replace(flight, stage=Stage.PREFILLING, prefill=prefill, decode=decode, lease_open=True)
+            return Step(moved, (SubmitPrefill(prefill),))
+        case PrefillOnly(worker, _) | Local(worker, _):
+            return Step(replace(flight, stage=Stage.LOCAL, decode=worker), (SubmitLocal(worker),))
+        case Wait():
+            return Step(flight)
+        case Reject(status, reason, message):
+            return _end(flight, Fail(status, Cause(reason, message)))
+
+
+def _in_prefilling(flight: Flight, event: Event) -> Step:
+    match event:
+        case PrefillStarted():
+            if flight.decode_submitted or not flight.reserve_at_start:
+                return Step(flight)
+            return Step(replace(flight, decode_submitted=True), (SubmitDecode(flight.decode),))
+        case LegOutput("prefill"):
+            return _prefill_output(flight, event)
+        case LegOutput("decode") if flight.decode_submitted:
+            if event.finish == "abort":
+                return _decode_lost(flight, _gave_up(flight.decode))
+            return Step(replace(flight, held=(*flight.held, event)))
+        case HandoverClosed(outcome) if flight.decode_submitted:
+            consumed = outcome == "loaded"
+            return Step(replace(flight, handover_closed=True, lease_open=flight.lease_open and not consumed))
+        case WorkerLost(worker, cause):
+            if worker == flight.prefill:
+                return _prefill_lost(flight, cause)
+            if worker == flight.decode:
+                return _decode_lost(flight, cause)
+            return Step(flight)
+        case Aborted():
+            return _end(flight)
+        case DeadlinePassed(cause):
+            return _end(flight, Fail(504, cause))
+        case Placed() | LegOutput() | HandoverClosed():
+            raise IllegalTransition(flight.stage, event)
+
+
+def _prefill_output(flight: Flight, output: LegOutput) -> Step:
+    if output.finish == "abort":
+        return _prefill_lost(flight, _gave_up(flight.prefill))
+    # The prefill leg has ended by itself: from here on there is nothing to abort, only a lease.
+    ended = replace(flight, prefill_payload=output.payload, stage=_after_prefill(flight))
+    if output.finish == "error" or (flight.first_token_mode and _ends_request(flight, output.finish)):
+        return _end(ended, Emit("prefill", output.payload, finished=True))
+    if output.token is None:
+        return _end(ended, Fail(500, _no_token(flight.prefill)))
+    actions: list[Action] = []
+    if flight.first_token_mode:
+        actions.append(Emit("prefill", output.payload, finished=False))
+        ended = replace(ended, emitted=True, prefill_payload=None)
+    if not flight.decode_submitted:
+        actions.append(SubmitDecode(flight.decode))
+        ended = replace(ended, decode_submitted=True)
+    if flight.first_token_mode and not flight.held:
+        actions.append(SendFirstToken(flight.decode, output.token))
+    if flight.handover_closed and flight.lease_open:
+        actions.append(DropTransfer(flight.prefill))
+        ended = replace(ended, lease_open=False)
+    return _release_held(ended, actions)
+
+
+def _after_prefill(flight: Flight) -> Stage:
+    return Stage.DECODING if flight.handover_closed else Stage.HANDING_OVER
+
+
+def _ends_request(flight: Flight, finish: Finish | None) -> bool:
+    """Whether the prefill worker's token is the last one. Its `length` is ours: it runs with `max_tokens=1`."""
+    if finish == "length":
+        return flight.max_tokens <= 1 or flight.num_prompt_tokens + 1 >= flight.max_model_len
+    return finish is not None
+
+
+def _release_held(flight: Flight, actions: list[Action]) -> Step:
+    """Emits what the decode worker sent before the prefill output was here."""
+    held, flight = flight.held, replace(flight, held=())
+    for output in held:
+        step = _decode_output(flight, output)
+        flight = step.flight
+        actions.extend(step.actions)
+    return Step(flight, tuple(actions))
+
+
+def _prefill_lost(flight: Flight, cause: Cause) -> Step:
+    """Before the prefill output. In exact mode the decode worker can go on alone: it has the whole prompt."""
+    orphan = replace(flight, prefill="", lease_open=False)
+    if flight.decode_submitted and not flight.first_token_mode and not flight.wants_prompt_scores:
+        return _release_held(replace(orphan, stage=_after_prefill(flight)), [])
+    return _start_over(orphan, cause)
+
+
+def _decode_lost(flight: Flight, cause: Cause) -> Step:
+    return _start_over(replace(flight, decode_submitted=False, decode=""), cause)
+
+
+def _in_decode(flight: Flight, event: Event) -> Step:
+    match event:
+        case LegOutput("decode"):
+            return _decode_output(flight, event)
+        case HandoverClosed(outcome) if flight.stage is Stage.HANDING_OVER:
+            closed = replace(flight, stage=Stage.DECODING, handover_closed=True, lease_open=False)
+            if outcome == "loaded" or not flight.lease_open:
+                return Step(closed)
+            return Step(closed, (DropTransfer(flight.prefill),))
+        case WorkerLost(worker, cause):
+            if worker == flight.decode:
+                return _decode_lost(flight, cause)
+            if worker == flight.prefill:
+                # Nothing to do for the client: the decode worker recomputes what it lacks.
+                return Step(replace(flight, prefill="", lease_open=False))
+            return Step(flight)
+        case Aborted():
+            return _end(flight)
+        case DeadlinePassed(cause):
+            return _end(flight, Fail(504, cause))
+        case PrefillStarted():
+            return Step(flight)
+        case Placed() | LegOutput() | HandoverClosed():
+            raise IllegalTransition(flight.stage, event)
+
+
+def _decode_output(flight: Flight, output: LegOutput) -> Step:
+    if output.finish == "abort":
+        return _decode_lost(flight, _gave_up(flight.decode))
+    emit = Emit("decode", output.payload, output.finish is not None, flight.prefill_payload)
+    if output.finish is not None:
+        return _end(replace(flight, decode_submitted=False), emit)
+    if flight.emitted and flight.prefill_payload is None:
+        return Step(flight, (emit,))
+    return Step(replace(flight, emitted=True, prefill_payload=None), (emit,))
+
+
+def _in_local(flight: Flight, event: Event) -> Step:
+    match event:
+        case LegOutput("local"):
+            if event.finish == "abort":
+                return _start_over(replace(flight, decode=""), _gave_up(flight.decode))
+            if event.finish is not None and not flight.open_ended:
+                return _end(replace(flight, decode=""), Emit("local", event.payload, finished=True))
+            emit = Emit("local", event.payload, finished=False)
+            return Step(flight if flight.emitted else replace(flight, emitted=True), (emit,))
+        case WorkerLost(worker, cause):
+            return _start_over(replace(flight, decode=""), cause) if worker == flight.decode else Step(flight)
+        case Aborted():
+            return _end(flight)
+        case DeadlinePassed(cause):
+            return _end(flight, Fail(504, cause))
+        case Placed() | PrefillStarted() | LegOutput() | HandoverClosed():
+            raise IllegalTransition(flight.stage, event)
+
+
+def _start_over(flight: Flight, cause: Cause) -> Step:
+    """A leg is lost: clean up the other one, then place the request anew once if the client saw nothing yet."""
+    cleanup = _cleanup(flight)
+    if flight.emitted or flight.replaced or flight.open_ended:
+        return Step(replace(_cleared(flight), stage=Stage.FINISHED), (*cleanup, Fail(503, cause)))
+    again = replace(_cleared(flight), stage=Stage.WAITING, replaced=True)
+    return Step(again, (*cleanup, PlaceAnew(cause)))
+
+
+def _end(flight: Flight, *last: Action) -> Step:
+    return Step(replace(_cleared(flight), stage=Stage.FINISHED), (*last, *_cleanup(flight)))
+
+
+def _cleanup(flight: Flight) -> tuple[Action, ...]:
+    """Ends every leg that still runs and gives up the lease."""
+    actions: list[Action] = []
+    if flight.stage is Stage.LOCAL and flight.decode:
+        actions.append(AbortLeg("local", flight.decode))
+    if flight.stage is Stage.PREFILLING and flight.prefill:
+        actions.append(AbortLeg("prefill", flight.prefill))
+    if flight.decode_submitted and flight.decode:
+        actions.append(AbortLeg("decode", flight.decode))
+    if flight.lease_open and flight.prefill:
+        actions.append(DropTransfer(flight.prefill))
+    return tuple(actions)
+
+
+def _gave_up(worker: str) -> Cause:
+    return Cause("ended_by_worker", f"Worker {worker} stopped working on the request")
+
+
+def _no_token(worker: str) -> Cause:
+    return Cause("no_token", f"Worker {worker} ended the prefill without a token")
+
+
+def _cleared(flight: Flight) -> Flight:
+    return replace(
+        flight,
+        prefill="",
+        decode="",
+        decode_submitted=False,
+        handover_closed=False,
+        lease_open=False,
+        held=(),
+        prefill_payload=None,
+    )

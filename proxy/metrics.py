@@ -1,0 +1,106 @@
+"""Prometheus metrics of the proxy, prefixed `twinpool_`. vLLM's own `/metrics` shows them beside its own."""
+
+from collections.abc import Mapping
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from cluster.messages import HandoverClosed, WorkerLoad
+from proxy.lifetime import FirstTokenParts
+from proxy.scheduling.place import REASONS
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class ProxyMetrics:
+    """All of them. One per registry."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(f"twinpool_{name}", help_, labels, registry=registry)
+
+        def gauge(name: str, help_: str, *labels: str) -> Gauge:
+            return Gauge(f"twinpool_{name}", help_, labels, registry=registry)
+
+        def histogram(name: str, help_: str, *labels: str) -> Histogram:
+            return Histogram(f"twinpool_{name}", help_, labels, registry=registry, buckets=SECONDS)
+
+        self.remote_prefill_tokens = counter("remote_prefill_tokens", "Prompt tokens of requests prefilled remotely.")
+        self.local_prefill_tokens = counter("local_prefill_tokens", "Prompt tokens of requests served by one worker.")
+        self.decisions = counter("decisions", "Placements, by what decided them.", "placement", "reason")
+        self.replacements = counter("replacements", "Requests placed anew after a worker was lost.")
+        self.failed = counter("requests_failed", "Requests answered with an error of the cluster.", "status", "cause")
+        self.handovers = counter("handovers", "Hand-overs ended, by outcome.", "outcome")
+        self.handover_failures = counter("handover_failures", "Hand-overs that ended in recompute.", "kind")
+        self.handover_seconds = histogram("handover_seconds", "What the hand-over added after the prefill ended.")
+        self.handover_wait_seconds = histogram("handover_wait_seconds", "From attach to the end of the prefill.")
+        self.handover_copy_seconds = histogram("handover_copy_seconds", "Time spent copying blocks.", "link")
+        self.handover_bytes = counter("handover_bytes", "Bytes of KV blocks moved.", "link")
+        self.ttft_seconds = histogram("ttft_seconds", "Time to first token at the proxy.")
+        self.ttft_part_seconds = histogram("ttft_part_seconds", "Its parts, which add up to it.", "part")
+        self.second_token_seconds = histogram("second_token_seconds", "From the first to the second output.")
+        self.worker_losses = counter("worker_losses", "Workers given up.", "kind")
+        self.bad_frames = counter("bad_frames", "Frames from workers that were dropped.")
+        self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
+        self.workers_alive = gauge("workers_alive", "Living workers.", "role")
+        self.requests_open = gauge("requests_open", "Requests in the proxy.", "stage")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker.", "worker", "state")
+        self.worker_requests = gauge("worker_requests", "Requests in a worker's engine.", "worker", "state")
+        self.transfers_open = gauge("transfers_open", "Transfers open at a worker.", "worker", "side")
+        self.worker_bytes_in = gauge("worker_bytes_in", "Bytes a worker has fetched.", "worker", "link")
+        self.worker_copy_seconds = gauge("worker_copy_seconds", "Seconds spent fetching them.", "worker", "link")
+        self.transfer_failures = gauge("transfer_failures", "Transfers a worker saw fail.", "worker", "kind")
+        self.worker_bad_frames = gauge("worker_bad_frames", "Frames a worker dropped.", "worker")
+        for role in ("prefill", "decode"):
+            self.workers_alive.labels(role).set(0)
+
+    def observe_decision(self, placement: str, reason: str) -> None:
+        """Counts a placement."""
+        self.decisions.labels(placement, reason if reason in REASONS else "other").inc()
+
+    def observe_first_token(self, parts: FirstTokenParts) -> None:
+        """Notes where the time to the first token went."""
+        self.ttft_seconds.observe(parts.total_s)
+        for part, seconds in (
+            ("queue", parts.queue_s),
+            ("worker_queue", parts.worker_queue_s),
+            ("prefill", parts.prefill_s),
+        ):
+            self.ttft_part_seconds.labels(part).observe(seconds)
+
+    def observe_handover(self, closed: HandoverClosed) -> None:
+        """Notes an ended hand-over."""
+        self.handovers.labels(closed.outcome).inc()
+        if closed.outcome == "recompute":
+            self.handover_failures.labels(closed.failure_kind or "unknown").inc()
+        if closed.outcome == "loaded":
+            self.handover_seconds.observe(max(0.0, closed.done_to_loaded_s))
+            self.handover_wait_seconds.observe(max(0.0, closed.attached_to_done_s))
+        if closed.link:
+            self.handover_copy_seconds.labels(closed.link).observe(max(0.0, closed.copy_s))
+            self.handover_bytes.labels(closed.link).inc(max(0, closed.bytes_moved))
+
+    def observe_load(self, worker_id: str, load: WorkerLoad) -> None:
+        """Shows a worker's report."""
+        for state, blocks in (
+            ("total", load.blocks_total),
+            ("free", load.blocks_free),
+            ("used", load.blocks_used),
+            ("leased", load.blocks_leased),
+        ):
+            self.kv_blocks.labels(worker_id, state).set(blocks)
+        self.worker_requests.labels(worker_id, "running").set(load.num_running)
+        self.worker_requests.labels(worker_id, "waiting").set(load.num_waiting)
+        self.transfers_open.labels(worker_id, "export").set(load.exports_open)
+        self.transfers_open.labels(worker_id, "import").set(load.imports_open)
+        self.worker_bad_frames.labels(worker_id).set(load.bad_frames)
+        for link, moved in load.bytes_in.items():
+            self.worker_bytes_in.labels(worker_id, link).set(moved)
+        for link, seconds in load.copy_s.items():
+            self.worker_copy_seconds.labels(worker_id, link).set(seconds)
+        for kind, count in load.transfer_failures.items():
+            self.transfer_failures.labels(worker_id, kind).set(count)
+
+    def observe_alive(self, alive: Mapping[str, int]) -> None:
+        """Living workers by role."""
+        for role, count in alive.items():
+            self.workers_alive.labels(role).set(count)

@@ -1,0 +1,201 @@
+"""Which workers there are, which of them are alive, and who may talk. Pure: time is passed in.
+
+A worker is known by its `worker_id`; one life of its process by its `epoch`. A hello with a new epoch is a new life:
+what the old one carried is lost. Silence for `dead_after_s` means dead until it is heard again.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from cluster.messages import PROTOCOL_VERSION, WorkerHello, WorkerLoad
+from proxy.scheduling.view import Role
+
+LossKind = Literal["silent", "exited", "left", "restarted", "unreachable", "rejoined"]
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker that said hello."""
+
+    hello: WorkerHello
+    identity: bytes
+    """ZMQ routing id of its connection."""
+    index: int
+    """Its number in vLLM's metrics; kept over restarts."""
+    heard_s: float
+    alive: bool = True
+    load: WorkerLoad | None = None
+    promised_blocks: int = 0
+    """KV blocks of requests placed since `load` was sent."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def role(self) -> Role:
+        return cast(Role, self.hello.role)
+
+    @property
+    def blocks_free(self) -> int:
+        """The last report less what was promised since; all blocks before the first report."""
+        reported = self.load.blocks_free if self.load is not None else self.hello.engine.num_blocks
+        return max(0, reported - self.promised_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker that must be given up, with a sentence for clients and logs."""
+
+    worker_id: str
+    kind: LossKind
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The answer to a hello."""
+
+    worker: Worker | None
+    refused: str = ""
+    """Why not, if `worker` is None."""
+    lost: Loss | None = None
+    """The earlier life that this hello ended."""
+    joined: bool = False
+    """True if it was not already alive with this epoch."""
+
+
+@dataclass(slots=True)
+class Roster:
+    """All workers of the cluster."""
+
+    models: frozenset[str]
+    """Names under which workers may know the model (as configured, as resolved on disk)."""
+    dead_after_s: float
+    expected: tuple[str, ...] = ()
+    """Worker ids in the order of their indices; others that join are numbered after them."""
+    workers: dict[str, Worker] = field(default_factory=dict)
+    by_identity: dict[bytes, str] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
+    """Why dead workers are dead, by worker id; also of those that never said hello."""
+    gone_epochs: set[str] = field(default_factory=set)
+    """Lives that said goodbye or exited; nothing they still had on the way counts."""
+
+    def admit(self, identity: bytes, hello: WorkerHello, now_s: float) -> Admission:
+        """Takes a worker in, or says why not."""
+        if hello.protocol != PROTOCOL_VERSION:
+            return Admission(None, f"it speaks protocol {hello.protocol}, this proxy speaks {PROTOCOL_VERSION}; "
+                             "start workers and proxy from the same installation")  # fmt: skip
+        if hello.role not in ("prefill", "decode"):
+            return Admission(None, f"its role is {hello.role!r}; expected `prefill` or `decode`")
+        if hello.engine.model not in self.models:
+            ours = " or ".join(sorted(self.models))
+            return Admission(None, f"it serves the model {hello.engine.model}, this cluster serves {ours}")
+        if hello.epoch in self.gone_epochs:
+            return Admission(None, f"this life of {hello.worker_id} (epoch {hello.epoch}) has already left")
+        known = self.workers.get(hello.worker_id)
+        if known is not None and known.hello.role != hello.role:
+            return Admission(None, f"the id {hello.worker_id} belongs to a {known.hello.role} worker")
+        if known is not None and known.hello.epoch == hello.epoch:
+            # A worker says hello again after it lost sight of the proxy, and it dropped its requests then.
+            joined = not known.alive
+            cause = f"Worker {hello.worker_id} lost sight of the proxy and dropped its requests"
+            lost = None if joined else Loss(hello.worker_id, "rejoined", cause)
+            self.by_identity.pop(known.identity, None)
+            known.identity, known.heard_s, known.alive = identity, now_s, True
+            self.by_identity[identity] = hello.worker_id
+            self.causes.pop(hello.worker_id, None)
+            return Admission(known, lost=lost, joined=joined)
+        lost = None
+        if known is not None:
+            lost = self.lose(hello.worker_id, "restarted", f"Worker {hello.worker_id} restarted")
+            self.by_identity.pop(known.identity, None)
+        worker = Worker(hello, identity, self._index(hello.worker_id), now_s)
+        self.workers[hello.worker_id] = worker
+        self.by_identity[identity] = hello.worker_id
+        self.causes.pop(hello.worker_id, None)
+        return Admission(worker, lost=lost, joined=True)
+
+    def _index(self, worker_id: str) -> int:
+        if worker_id in self.workers:
+            return self.workers[worker_id].index
+        if worker_id in self.expected:
+            return self.expected.index(worker_id)
+        strangers = [w for w in self.workers if w not in self.expected]
+        return len(self.expected) + len(strangers)
+
+    def heard(self, identity: bytes, worker_id: str | None, epoch: str | None, now_s: float) -> Worker | None:
+        """Notes a sign of life. None if the sender is unknown or the message is from another life.
+
+        `worker_id` and `epoch` are what the message says of its sender, if it says anything.
+        """
+        worker = self.workers.get(self.by_identity.get(identity, ""))
+        if worker is None and worker_id is not None and epoch is not None:
+            # The same life over a new connection.
+            worker = self.workers.get(worker_id)
+            if worker is not None and worker.hello.epoch == epoch:
+                self.by_identity.pop(worker.identity, None)
+                self.by_identity[identity] = worker_id
+                worker.identity = identity
+        if worker is None or (epoch is not None and epoch != worker.hello.epoch):
+            return None
+        if worker.hello.epoch in self.gone_epochs:
+            return None
+        worker.heard_s = now_s
+        return worker
+
+    def report(self, worker: Worker, load: WorkerLoad) -> bool:
+        """Takes a load report; True if that brought the worker back to life."""
+        worker.load, worker.promised_blocks = load, 0
+        revived = not worker.alive
+        worker.alive = True
+        self.causes.pop(worker.worker_id, None)
+        return revived
+
+    def lose(self, worker_id: str, kind: LossKind, cause: str) -> Loss | None:
+        """Marks a worker dead; None if it was dead already or never known. Silent workers may come back."""
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.alive:
+            self.causes[worker_id] = cause
+        if worker is None:
+            return None
+        if kind in ("exited", "left", "restarted"):
+            self.gone_epochs.add(worker.hello.epoch)
+        if not worker.alive:
+            return None
+        worker.alive = False
+        return Loss(worker_id, kind, cause)
+
+    def forgive(self, late_s: float) -> None:
+        """The proxy did not listen for `late_s`; that much silence does not count."""
+        for worker in self.workers.values():
+            worker.heard_s += late_s
+
+    def silent(self, now_s: float) -> list[Loss]:
+        """Gives up everyone not heard for `dead_after_s`."""
+        overdue = [w for w in self.workers.values() if w.alive and now_s - w.heard_s > self.dead_after_s]
+        losses = (
+            self.lose(w.worker_id, "silent", f"Worker {w.worker_id} was not heard for {now_s - w.heard_s:.1f} s")
+            for w in overdue
+        )
+        return [loss for loss in losses if loss is not None]
+
+    def alive(self, role: Role | None = None) -> list[Worker]:
+        """Living workers in the order of their indices."""
+        living = [w for w in self.workers.values() if w.alive and role in (None, w.role)]
+        return sorted(living, key=lambda w: w.index)
+
+    def fingerprints_shared(self) -> set[str]:
+        """Layouts that a living prefill and a living decode worker have in common."""
+        return {w.hello.fingerprint for w in self.alive("prefill")} & {
+            w.hello.fingerprint for w in self.alive("decode")
+        }
+
+    def differing_fields(self) -> list[str]:
+        """Layout fields in which the first living prefill and decode workers differ, with both values."""
+        prefill, decode = self.alive("prefill"), self.alive("decode")
+        if not prefill or not decode:
+            return []
+        one, other = prefill[0].hello.layout_fields, decode[0].hello.layout_fields
+        names = sorted(set(one) | set(other))
+        return [f"{n} ({one.get(n)} / {other.get(n)})" for n in names if one.get(n) != other.get(n)]

@@ -1,0 +1,51 @@
+"""What a placement is decided from: the workers as the proxy sees them, and the shape of one request."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at one moment."""
+
+    worker_id: str
+    role: Role
+    alive: bool
+    fingerprint: str
+    """Of its KV layout; only workers with equal fingerprints can exchange blocks."""
+    max_model_len: int
+    """Tokens of prompt and output together that this engine accepts."""
+    queued_tokens: int
+    """Prompt tokens sent to it whose prefill has not ended yet."""
+    num_requests: int
+    """Requests it carries."""
+    blocks_free: int
+    """KV blocks free for new requests: the last report less what was promised since."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """All workers, in a stable order; ties are broken by it."""
+
+    workers: tuple[WorkerView, ...]
+
+    def alive(self, role: Role) -> tuple[WorkerView, ...]:
+        """The workers of a role that take requests."""
+        return tuple(w for w in self.workers if w.role == role and w.alive)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What placement needs to know about a request, and nothing else."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    """Completion tokens at most; 1 for requests that only want the prompt scored."""
+    first_token_mode: bool
+    """Token 1 may come from the prefill worker; else the decode worker samples it (exact mode)."""
+    wants_prompt_scores: bool = False
+    """Prompt logprobs: only a worker that computes the whole prompt can give them."""
+    local_because: str = ""
+    """Not empty: this request cannot be handed over (pooling, images, embeddings, streamed input), and why."""

@@ -1,0 +1,159 @@
+"""Decides the status line of an event stream only when its first event is known.
+
+vLLM answers 200 and starts the stream before the engine has said anything, so an error would arrive inside a
+successful reply. This pure ASGI middleware holds the response start back until the first body chunk: if that is an
+error event, the client gets the error's own status and a plain JSON body instead. After an error in mid-stream
+nothing more is sent, least of all `[DONE]`. An exception that vLLM lets escape from a stream (the Responses API does)
+becomes an error event instead of a connection that breaks off.
+"""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+log = logging.getLogger("twinpool.proxy")
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_ERROR_PREFIXES = (b'data: {"error"', b"event: error\n")
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class StatusLine:
+    """The middleware."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _HeldStart(send)
+        try:
+            await self._app(scope, receive, response)
+        except Exception as error:
+            if not await response.end_with(error):
+                raise
+            log.warning("stream_failed path=%s error=%s", scope.get("path"), error)
+
+
+class _HeldStart:
+    """Sends of one response."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: Message | None = None
+        self._is_stream = False
+        self._over = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and _is_event_stream(message):
+            self._is_stream, self._held = True, message
+            return
+        if not self._is_stream or message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        if self._over:
+            return
+        body = bytes(message.get("body", b""))
+        self._over = not message.get("more_body", False)
+        if self._held is not None:
+            if not body and message.get("more_body", False):
+                return
+            start, self._held = self._held, None
+            error = first_error(body)
+            if error is not None:
+                self._over = True
+                await self._send_error(start, error)
+                return
+            start["headers"] = [*_without(start.get("headers", ()), dict(STREAM_HEADERS)), *STREAM_HEADERS]
+            await self._send(start)
+        if body.startswith(_ERROR_PREFIXES):
+            self._over = True
+            await self._send({"type": "http.response.body", "body": _first_event(body), "more_body": False})
+            return
+        await self._send(message)
+
+    async def end_with(self, error: Exception) -> bool:
+        """Ends a stream whose maker failed; False if this is no stream, or it has ended."""
+        if not self._is_stream or self._over:
+            return False
+        self._over = True
+        envelope = envelope_of(error)
+        if self._held is not None:
+            await self._send_error(self._held, envelope)
+            return True
+        details = envelope["error"]
+        event = {
+            "type": "error",
+            "code": str(details["code"]),
+            "message": details["message"],
+            "param": None,
+            **envelope,
+        }
+        body = b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        return True
+
+    async def _send_error(self, start: Message, error: dict[str, Any]) -> None:
+        body = json.dumps(error).encode()
+        replaced = {b"content-type": b"", b"content-length": b""}
+        headers = [
+            *_without(start.get("headers", ()), replaced),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await self._send({"type": "http.response.start", "status": error_status(error), "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _is_event_stream(message: Message) -> bool:
+    headers = {bytes(name).lower(): bytes(value) for name, value in message.get("headers", ())}
+    return headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _without(headers: Any, names: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if bytes(name).lower() not in names]
+
+
+def _first_event(body: bytes) -> bytes:
+    event, separator, _ = body.partition(b"\n\n")
+    return event + separator
+
+
+def first_error(body: bytes) -> dict[str, Any] | None:
+    """The error of a stream that begins with an error event: `{"error": {...}}`; None if it begins otherwise."""
+    if not body.startswith(_ERROR_PREFIXES):
+        return None
+    lines = _first_event(body).split(b"\n")
+    data = b"".join(line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:"))
+    try:
+        error = json.loads(data)
+    except ValueError:
+        return None
+    return error if isinstance(error, dict) and isinstance(error.get("error"), dict) else None
+
+
+def envelope_of(error: BaseException) -> dict[str, Any]:
+    """OpenAI's error envelope for an exception; vLLM's `GracefulHTTPError` in its chain says status and message."""
+    cause: BaseException | None = error
+    while cause is not None:
+        status, message = getattr(cause, "http_status", None), getattr(cause, "message", None)
+        if isinstance(status, int) and isinstance(message, str):
+            phrase = HTTPStatus(status).phrase
+            return {"error": {"message": message, "type": phrase, "param": None, "code": int(status)}}
+        cause = cause.__cause__ or cause.__context__
+    return {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
+
+
+def error_status(error: dict[str, Any]) -> int:
+    """The HTTP status in vLLM's error envelope; 500 if it has none."""
+    code = error["error"].get("code")
+    return code if isinstance(code, int) and 400 <= code <= 599 else 500

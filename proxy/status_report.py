@@ -1,0 +1,55 @@
+"""Builds the answer of `GET /twinpool/status`."""
+
+import time
+
+from cluster.status import BlockCounts, ClusterStatus, WorkerStatus
+from proxy.dispatch import Dispatcher
+from proxy.roster import Roster, Worker
+
+
+def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
+    """The cluster as the proxy sees it now."""
+    causes = roster.causes
+    known = [
+        _worker(worker, causes.get(worker.worker_id, ""))
+        for worker in sorted(roster.workers.values(), key=lambda w: w.index)
+    ]
+    missing = [
+        WorkerStatus(worker_id, worker_id.rpartition("-")[0], "dead" if worker_id in causes else "starting",
+                     causes.get(worker_id, ""))
+        for worker_id in roster.expected
+        if worker_id not in roster.workers
+    ]  # fmt: skip
+    waiting = dispatcher.num_waiting
+    return ClusterStatus(
+        model=model,
+        requests_running=len(dispatcher.trips) - waiting,
+        requests_waiting=waiting,
+        workers=[*known, *missing],
+        links=dispatcher.recent.links(),
+        transfers=dict(dispatcher.recent.outcomes),
+        transfer_failures=dict(dispatcher.recent.failures),
+        last_request=dispatcher.recent.last,
+    )
+
+
+def _worker(worker: Worker, cause: str) -> WorkerStatus:
+    load = worker.load
+    return WorkerStatus(
+        worker_id=worker.worker_id,
+        role=worker.role,
+        state="ready" if worker.alive else "dead",
+        cause="" if worker.alive else cause,
+        epoch=worker.hello.epoch,
+        pid=worker.hello.pid,
+        hostname=worker.hello.hostname,
+        running=load.num_running if load is not None else 0,
+        waiting=load.num_waiting if load is not None else 0,
+        blocks=BlockCounts(load.blocks_total, load.blocks_free, load.blocks_used, load.blocks_leased)
+        if load is not None
+        else BlockCounts(),
+        exports_open=load.exports_open if load is not None else 0,
+        imports_open=load.imports_open if load is not None else 0,
+        heard_ago_s=max(0.0, time.monotonic() - worker.heard_s),
+        peers=load.peers if load is not None else {},
+    )

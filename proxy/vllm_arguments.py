@@ -1,0 +1,95 @@
+"""vLLM's server arguments from the cluster's configuration.
+
+Relies on vLLM 0.32: `make_arg_parser`, `AsyncEngineArgs.from_cli_args`, `validate_parsed_serve_args`, argparse's
+`_option_string_actions` (to know how an option wants its values).
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from cluster.config import ClusterConfig
+from cluster.embedded_model import EMBEDDED_MODEL_NAME
+
+STATUS_LINE = "proxy.status_line.StatusLine"
+
+# Ours are quiet by default; `server.options` may say otherwise.
+QUIET = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
+
+# The proxy's own engine configuration decides limits and templates only; these would make vLLM look for devices.
+WORKERS_ONLY = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "kv_transfer_config")
+
+
+class ServerOptionError(Exception):
+    """An option that vLLM refuses, with the field it came from."""
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not typed for us
+    def error(self, message: str) -> NoReturn:
+        raise ServerOptionError(message)
+
+
+def server_arguments(config: ClusterConfig, model_path: str) -> tuple[argparse.Namespace, AsyncEngineArgs]:
+    """Everything vLLM's API server wants to know. Raises `ServerOptionError`."""
+    parser = make_arg_parser(_Parser(exit_on_error=False))
+    options = {**QUIET, **config.server.options}
+    args = parser.parse_args(_as_command_line(parser, options))
+    # Last is outermost.
+    args.middleware = [*args.middleware, STATUS_LINE]
+    args.host, args.port = config.server.host, config.server.port
+    args.model = args.model_tag = model_path
+    args.served_model_name = _served_names(config)
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in config.engine.items():
+        if name not in names:
+            raise ServerOptionError(f"engine.{name} is not an engine option of the installed vLLM")
+        if name not in WORKERS_ONLY:
+            setattr(args, name, value)
+    try:
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        # Engine options given as plain data have become vLLM's own types now; the server reads some of them.
+        for name in names:
+            setattr(args, name, getattr(engine_args, name))
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ServerOptionError(f"vLLM refuses the engine or server options: {error}") from error
+    return args, engine_args
+
+
+def _served_names(config: ClusterConfig) -> list[str]:
+    if config.served_model_name:
+        return [config.served_model_name]
+    return [config.model if config.model is not None else EMBEDDED_MODEL_NAME]
+
+
+def _as_command_line(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> list[str]:
+    """The options as vLLM's own parser reads them, so that it converts and checks the values."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        action = parser._option_string_actions.get(flag)
+        if action is None:
+            raise ServerOptionError(f"server.options.{name} is not a flag of vLLM's API server")
+        words += _one_option(flag, action, value)
+    return words
+
+
+def _one_option(flag: str, action: argparse.Action, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool) and action.nargs == 0:
+        if value:
+            return [flag]
+        return ["--no-" + flag[2:]] if isinstance(action, argparse.BooleanOptionalAction) else []
+    if isinstance(value, list) and action.type is not json.loads:
+        texts = [item if isinstance(item, str) else json.dumps(item) for item in value]
+        if action.nargs in ("+", "*"):
+            return [flag, *texts]
+        return [word for text in texts for word in (flag, text)]
+    return [f"{flag}={value if isinstance(value, str) else json.dumps(value)}"]

@@ -1,0 +1,236 @@
+"""vLLM's `AsyncLLM` on top of a cluster: the core client that it talks to instead of an engine process.
+
+Internals of vLLM 0.32.0 this relies on, checked by `tests/unit/proxy/test_vllm_core_client.py`:
+`EngineCoreClient` and what `AsyncLLM` calls on it; `EngineCoreClient.make_async_mp_client`, called once by
+`AsyncLLM.__init__`; `OutputProcessor.{request_states, has_request, abort_requests}`, `RequestState.{queue,
+parent_req}`, `RequestOutputCollector.put(exception)`, which `generate()` raises to its caller.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from proxy.dispatch import Dispatcher, DispatchSettings
+from proxy.metrics import ProxyMetrics
+from proxy.vllm_leg_requests import ClientTransferParams, describe
+from proxy.worker_pool import UtilityError, WorkerPool
+
+
+class ClientResources:
+    """What `AsyncLLM.errored` looks at."""
+
+    def __init__(self) -> None:
+        self.engine_dead = False
+
+
+class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed for us
+    """The whole cluster as one engine core. Call `bind` before the first request."""
+
+    def __init__(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
+                 num_engines: int, returns_routed_experts: bool = False) -> None:  # fmt: skip
+        self.resources = ClientResources()
+        self.engine_ranks_managed = list(range(num_engines))
+        self.dispatcher = Dispatcher(pool, settings, metrics, self._tell_client)
+        self._pool = pool
+        self._num_engines = num_engines
+        self._returns_routed_experts = returns_routed_experts
+        self._front_end: OutputProcessor | None = None
+
+    def bind(self, front_end: OutputProcessor) -> None:
+        """Names the front end, whose requests are told about failures."""
+        self._front_end = front_end
+
+    # ----------------------------------------------------------------------------------------------- requests
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Takes a request; raises `VLLMValidationError` (400) if it carries `kv_transfer_params`."""
+        if request.abort_immediately:
+            # vLLM's way to free blocks held for a hand-over between its own servers; ours have other owners.
+            return
+        if self._front_end is None:
+            raise RuntimeError("ClusterClient.bind was not called: requests have no front end to answer to")
+        if not self._front_end.has_request(request.request_id):
+            # A sibling failed while the children of an `n > 1` request were being added.
+            return
+        try:
+            shape = describe(request, self._returns_routed_experts)
+        except ClientTransferParams as error:
+            self._withdraw(request.request_id)
+            raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
+        parent = self._front_end.request_states[request.request_id].parent_req
+        self.dispatcher.add(request.request_id, request, shape, parent.request_id if parent is not None else "")
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Ends requests on every worker."""
+        self.dispatcher.abort(request_ids)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The outputs of one engine step of one worker."""
+        outputs = await self.dispatcher.outputs.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        if outputs.engine_index >= self._num_engines:
+            # A worker beyond those configured: vLLM has no metrics for it.
+            outputs.engine_index, outputs.scheduler_stats = 0, None
+        return outputs
+
+    def _tell_client(self, request_id: str, status: int, message: str) -> Iterable[str]:
+        """Ends a request and its siblings in the front end with an error; returns the ids of all of them."""
+        state = self._front_end.request_states.get(request_id) if self._front_end is not None else None
+        if state is None:
+            return ()
+        queue = state.queue
+        ids = self._withdraw(request_id)
+        if queue is not None:
+            # After the withdrawal, which leaves an `abort` output in the queue that this replaces.
+            queue.put(GracefulHTTPError(message, HTTPStatus(status)))
+        return ids
+
+    def _withdraw(self, request_id: str) -> list[str]:
+        if self._front_end is None:
+            return []
+        state = self._front_end.request_states.get(request_id)
+        if state is None:
+            return []
+        parent = state.parent_req
+        ids: list[str] = self._front_end.abort_requests(
+            [parent.request_id if parent is not None else request_id], internal=True
+        )
+        return ids
+
+    def die(self, cause: str) -> None:
+        """The proxy cannot go on: every request fails and vLLM's watchdog ends the server."""
+        self.dispatcher.fail_all(503, cause)
+        self.resources.engine_dead = True
+        self.dispatcher.outputs.put_nowait(EngineDeadError())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called by `AsyncLLM.shutdown`; workers are stopped by whoever started them."""
+        self.resources.engine_dead = True
+
+    def dp_engines_running(self) -> bool:
+        """Whether any request is in the cluster."""
+        return bool(self.dispatcher.trips)
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        """What every living worker supports, in the order of the first."""
+        workers = self._pool.roster.alive()
+        if not workers:
+            return ("generate",)
+        shared = set.intersection(*(set(w.hello.engine.supported_tasks) for w in workers))
+        return tuple(task for task in workers[0].hello.engine.supported_tasks if task in shared)
+
+    # ------------------------------------------------------------------------------------ calls for every engine
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return list((await self._pool.call_all(method, *args)).values())
+        except UtilityError as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+
+    async def profile_async(self, is_start: bool = True, profile_prefix: str | None = None,
+                            delay_iterations: int | None = None, max_iterations: int | None = None) -> None:  # fmt: skip
+        await self._call_all("profile", is_start, profile_prefix, delay_iterations, max_iterations)
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._call_all("reset_mm_cache")
+
+    async def reset_prefix_cache_async(self, reset_running_requests: bool = False,
+                                       reset_connector: bool = False) -> bool:  # fmt: skip
+        return all(await self._call_all("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._call_all("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
+        await self._call_all("sleep", level, mode)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        return all(await self._call_all("wake_up", tags))
+
+    async def is_sleeping_async(self) -> bool:
+        return any(await self._call_all("is_sleeping"))
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return False
+
+    async def add_lora_async(self, lora_request: Any) -> bool:
+        return all(await self._call_all("add_lora", lora_request))
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        return all(await self._call_all("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        return set.intersection(*(set(ids) for ids in await self._call_all("list_loras")))
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._call_all("pin_lora", lora_id))
+
+    async def get_status(self) -> dict[str, Any]:
+        alive = {w.worker_id for w in self._pool.roster.alive()}
+        engines = [
+            {"id": w.index, "status": "healthy" if w.worker_id in alive else "dead"}
+            for w in self._pool.roster.workers.values()
+        ]
+        return {"schema_version": 1, "total_engines": self._num_engines, "engines": engines}
+
+    # ------------------------------------------------------------------------------- what one engine could do
+
+    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+        _not_on_a_cluster("pausing generation")
+
+    async def resume_scheduler_async(self) -> None:
+        _not_on_a_cluster("resuming generation")
+
+    async def collective_rpc_async(self, method: Any, timeout: float | None = None, args: Any = (),
+                                   kwargs: Any = None) -> list[Any]:  # fmt: skip
+        _not_on_a_cluster("collective_rpc")
+
+    async def release_kv_cache_memory_async(self) -> None:
+        _not_on_a_cluster("releasing KV cache memory")
+
+    async def compute_weight_checksums_async(self) -> list[dict[str, str]]:
+        _not_on_a_cluster("computing weight checksums")
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        _not_on_a_cluster("changing weights")
+
+    async def get_weight_version_async(self) -> str:
+        _not_on_a_cluster("weight versions")
+
+    async def prepare_elastic_ep(self, new_data_parallel_size: int) -> None:
+        _not_on_a_cluster("elastic expert parallelism")
+
+    async def commit_elastic_ep(self) -> None:
+        _not_on_a_cluster("elastic expert parallelism")
+
+    async def handle_fault(self, fault_tolerance_request: Any) -> Any:
+        _not_on_a_cluster("fault instructions")
+
+
+def _not_on_a_cluster(what: str) -> NoReturn:
+    raise GracefulHTTPError(
+        f"{what} is not available on a twinpool cluster; call it on a single vLLM server", HTTPStatus.NOT_IMPLEMENTED
+    )
+
+
+@contextmanager
+def in_place_of_engine(client: ClusterClient) -> Iterator[None]:
+    """Inside, an `AsyncLLM` that is being made gets `client` instead of starting an engine process."""
+    original = EngineCoreClient.__dict__["make_async_mp_client"]
+
+    def make(*_args: Any, **_kwargs: Any) -> ClusterClient:
+        return client
+
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = original

@@ -1,0 +1,161 @@
+"""The engine requests of each leg, built from the client's.
+
+Relies on vLLM 0.32: `EngineCoreRequest` and `SamplingParams` (copying does not run `__post_init__`, decoding on the
+worker does, so every leg must be valid by itself), `max_tokens` resolved by the input processor, stop strings left to
+the detokenizer in the proxy, `kv_transfer_params` read from `sampling_params.extra_args`.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from cluster.messages import RankAddress
+from proxy.scheduling.first_token import decide_first_token
+from proxy.scheduling.view import RequestShape
+
+PLACEHOLDER_TOKEN = 0
+"""Stands in the decode worker's prompt until its connector knows token 1."""
+
+Frames = Sequence[Any]
+
+
+class ClientTransferParams(Exception):
+    """A client tried to steer a hand-over itself."""
+
+
+def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = False) -> RequestShape:
+    """The shape of a client's request. Raises `ClientTransferParams`."""
+    params = request.sampling_params
+    extra_args = params.extra_args if params is not None else getattr(request.pooling_params, "extra_kwargs", None)
+    if extra_args and "kv_transfer_params" in extra_args:
+        raise ClientTransferParams(
+            "kv_transfer_params are set by the proxy for its own hand-overs and are not accepted from clients; "
+            "remove the field from the request"
+        )
+    num_prompt_tokens = len(request.prompt_token_ids or ())
+    if params is None:
+        return RequestShape(num_prompt_tokens, 1, False, local_because="pooling")
+    return RequestShape(
+        num_prompt_tokens=num_prompt_tokens,
+        max_tokens=params.max_tokens or 1,
+        first_token_mode=decide_first_token(params).first_token,
+        wants_prompt_scores=_wants_prompt_scores(params),
+        local_because=_local_because(request, engines_return_routed_experts),
+    )
+
+
+def _local_because(request: EngineCoreRequest, engines_return_routed_experts: bool) -> str:
+    if request.mm_features:
+        return "multimodal input"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "prompt embeddings"
+    if request.resumable:
+        return "streamed input"
+    if engines_return_routed_experts:
+        return "routed experts are returned for the whole request"
+    return ""
+
+
+def _wants_prompt_scores(params: SamplingParams) -> bool:
+    return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Exporter:
+    """Where the decode worker fetches from."""
+
+    worker_id: str
+    ranks: Sequence[RankAddress]
+
+
+class LegRequests:
+    """Builds and encodes the legs. One per event loop: vLLM's encoder is not thread-safe."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+
+    def prefill(self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool) -> Frames:
+        """The leg that computes the prompt and samples one token; in exact mode that token is dropped."""
+        params = _own_params(client)
+        leg = copy(params) if first_token else _prompt_only_params(params)
+        leg.n = 1
+        leg.max_tokens = 1
+        _set_transfer(leg, {"mode": "export", "transfer_id": transfer_id, "decode_wants_first_token": first_token})
+        return self._encode(client, engine_request_id, leg)
+
+    def decode(self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool,
+               exporter: Exporter) -> Frames:  # fmt: skip
+        """The leg that fetches the prompt's blocks and generates the rest."""
+        leg = _without_prompt_scores(_own_params(client))
+        leg.n = 1
+        ranks = [{"rank": r.rank, "address": r.address, "epoch": r.epoch} for r in exporter.ranks]
+        transfer = {
+            "mode": "import",
+            "transfer_id": transfer_id,
+            "first_token": first_token,
+            "exporter": {"worker_id": exporter.worker_id, "ranks": ranks},
+        }
+        _set_transfer(leg, transfer)
+        if not first_token:
+            return self._encode(client, engine_request_id, leg)
+        if leg.max_tokens is not None:
+            leg.max_tokens -= 1
+        prompt = [*(client.prompt_token_ids or ()), PLACEHOLDER_TOKEN]
+        return self._encode(client, engine_request_id, leg, prompt)
+
+    def local(self, client: EngineCoreRequest, engine_request_id: str, prompt_scores_known: bool = False) -> Frames:
+        """The leg that does everything. A sibling's prompt scores need not be computed again."""
+        params = client.sampling_params
+        if params is not None and prompt_scores_known:
+            params = _without_prompt_scores(params)
+        return self._encode(client, engine_request_id, params)
+
+    def _encode(self, client: EngineCoreRequest, engine_request_id: str, params: SamplingParams | None,
+                prompt: list[int] | None = None) -> Frames:  # fmt: skip
+        leg = copy(client)
+        leg.request_id = engine_request_id
+        leg.sampling_params = params
+        if prompt is not None:
+            leg.prompt_token_ids = prompt
+        frames: Frames = self._encoder.encode(leg)
+        return frames
+
+
+def _own_params(client: EngineCoreRequest) -> SamplingParams:
+    if client.sampling_params is None:
+        raise ValueError(f"request {client.request_id} has no sampling parameters and cannot be handed over")
+    return client.sampling_params
+
+
+def _prompt_only_params(params: SamplingParams) -> SamplingParams:
+    """Exact mode: nothing but the prompt's KV and scores is wanted, so sampling is as cheap as it can be."""
+    return SamplingParams(
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        watermarking=False,
+        max_tokens=1,
+        prompt_logprobs=params.prompt_logprobs,
+        prompt_logprob_token_ids=params.prompt_logprob_token_ids,
+        prompt_logprob_start=params.prompt_logprob_start,
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+    )
+
+
+def _without_prompt_scores(params: SamplingParams) -> SamplingParams:
+    leg = copy(params)
+    leg.prompt_logprobs = None
+    leg.prompt_logprob_token_ids = None
+    leg.prompt_logprob_start = None
+    # It was set because of the scores; without them cached blocks are as good as any.
+    leg.skip_reading_prefix_cache = False
+    return leg
+
+
+def _set_transfer(params: SamplingParams, transfer: Mapping[str, Any]) -> None:
+    params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": dict(transfer)}

@@ -1,0 +1,235 @@
+"""vLLM's API server around the cluster: configuration, `AsyncLLM`, application, HTTP.
+
+Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
+from `vllm.entrypoints.launchers`.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import Response
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import NoSignalServer, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.repo_utils import get_model_path
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cluster.config import ClusterConfig
+from proxy.api_server import SELF_TEST_TIMEOUT_S, STREAMS_END_WITHIN_S, ProxyStartError, first_failure
+from proxy.dispatch import DispatchSettings
+from proxy.metrics import ProxyMetrics
+from proxy.status_report import report
+from proxy.vllm_arguments import ServerOptionError, server_arguments
+from proxy.vllm_core_client import ClusterClient, in_place_of_engine
+from proxy.worker_pool import WorkerPool
+
+log = logging.getLogger("twinpool.proxy")
+
+
+class VllmServer:
+    """Made before the workers are up (binds the port); `serve` when they are."""
+
+    def __init__(self, config: ClusterConfig, model_path: str) -> None:
+        """Raises `ProxyStartError`. Takes seconds; may run in a thread."""
+        if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+            raise ProxyStartError(
+                "VLLM_ALLOW_INSECURE_SERIALIZATION is set, which puts pickle on the sockets between workers and proxy; "
+                "unset it"
+            )
+        try:
+            self._args, self._engine_args = server_arguments(config, model_path)
+        except ServerOptionError as error:
+            raise ProxyStartError(str(error)) from error
+        self._socket = self._bind(config)
+        try:
+            self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        except Exception as error:  # whatever vLLM's checks raise, it is about the options
+            self._socket.close()
+            raise ProxyStartError(f"vLLM refuses the model or the engine options: {error}") from error
+        self.model_names = _names_of(model_path) | {str(self.config.model_config.model)}
+        self._llm: AsyncLLM | None = None
+
+    def _bind(self, config: ClusterConfig) -> socket.socket:
+        try:
+            self._listen_address, bound = setup_server(self._args, reuse_port=False)
+        except OSError as error:
+            where = f"{config.server.host}:{config.server.port}"
+            raise ProxyStartError(
+                f"cannot listen on {where} (server.host, server.port): {error.strerror}; choose another port"
+            ) from error
+        except KeyError as error:
+            raise ProxyStartError(f"server.options: {error.args[0]}") from error
+        server_socket: socket.socket = bound
+        return server_socket
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the workers' devices are GPUs (as this machine sees them)."""
+        return bool(current_platform.is_cuda_alike())
+
+    @property
+    def url(self) -> str:
+        """Where clients find the server."""
+        address: str = self._listen_address
+        return address.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")
+
+    async def serve(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
+                    supervised: Sequence["asyncio.Task[Any]"], on_ready: Callable[[str], Awaitable[None]],
+                    stop: asyncio.Event) -> None:  # fmt: skip
+        """Serves until `stop`; raises `RuntimeError` when one of `supervised` or the server itself ends before."""
+        self._adopt_engine_facts(pool)
+        routed = bool(getattr(self.config.model_config, "enable_return_routed_experts", False))
+        client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), routed)
+        with in_place_of_engine(client):
+            self._llm = llm = AsyncLLM.from_vllm_config(
+                vllm_config=self.config,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                enable_log_requests=self._engine_args.enable_log_requests,
+                aggregate_engine_logging=self._engine_args.aggregate_engine_logging,
+                disable_log_stats=self._engine_args.disable_log_stats,
+            )
+        client.bind(llm.output_processor)
+        http, app = await self._http_server(llm, client, pool)
+        serving = asyncio.create_task(http.serve(sockets=[self._socket]), name="http-server")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        handler = llm.output_handler
+        watched = [*supervised, serving, *([handler] if handler is not None else [])]
+        try:
+            await self._start_up(llm, http, serving, stopping, on_ready)
+            await asyncio.wait([*watched, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not stopping.done():
+                cause = first_failure(watched)
+                log.error("proxy_failed cause=%s", cause)
+                client.die(cause)
+                raise RuntimeError(cause)
+        finally:
+            client.dispatcher.fail_all(503, "The server is shutting down")
+            stopping.cancel()
+            await _end_http(http, serving)
+            del app
+
+    async def _start_up(self, llm: AsyncLLM, http: uvicorn.Server, serving: "asyncio.Task[None]",
+                        stopping: "asyncio.Task[Any]", on_ready: Callable[[str], Awaitable[None]]) -> None:  # fmt: skip
+        test = asyncio.create_task(self_test(llm), name="self-test")
+        await asyncio.wait((test, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not test.done():
+            test.cancel()
+            return
+        test.result()
+        log.info("serving url=%s", self.url)
+        await on_ready(self.url)
+
+    def _adopt_engine_facts(self, pool: WorkerPool) -> None:
+        """What the engines settled on replaces what this process guessed."""
+        workers = pool.roster.alive()
+        decode = pool.roster.alive("decode")[0].hello.engine
+        self.config.model_config.max_model_len = min(w.hello.engine.max_model_len for w in workers)
+        self.config.cache_config.block_size = decode.block_size
+        self.config.cache_config.num_gpu_blocks = sum(w.hello.engine.num_blocks for w in workers)
+
+    async def _http_server(self, llm: AsyncLLM, client: ClusterClient,
+                           pool: WorkerPool) -> tuple[uvicorn.Server, FastAPI]:  # fmt: skip
+        args = self._args
+        tasks = await llm.get_supported_tasks()
+        app: FastAPI = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        model = (args.served_model_name or [args.model])[0]
+
+        @app.get("/twinpool/status")
+        async def status() -> Response:
+            body = msgspec.json.encode(report(model, pool.roster, client.dispatcher))
+            return Response(body, media_type="application/json")
+
+        options: dict[str, Any] = {}
+        log_config = get_uvicorn_log_config(args)
+        if log_config is not None:
+            options["log_config"] = log_config
+        config = uvicorn.Config(
+            app,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            timeout_graceful_shutdown=STREAMS_END_WITHIN_S,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            **({"ssl_ciphers": args.ssl_ciphers} if args.ssl_ciphers else {}),
+            **options,
+        )
+        config.h11_max_incomplete_event_size = args.h11_max_incomplete_event_size
+        config.h11_max_header_count = args.h11_max_header_count
+        config.load()
+        server = NoSignalServer(config)
+        app.state.server = server
+        return server, app
+
+    def close(self) -> None:
+        """Gives back the port and vLLM's threads."""
+        self._socket.close()
+        if self._llm is not None:
+            self._llm.shutdown(timeout=0)
+            self._llm = None
+
+
+def _names_of(model_path: str) -> frozenset[str]:
+    """How workers may call the model: offline, vLLM replaces a hub name with the directory of its snapshot."""
+    names = {model_path, os.path.abspath(os.path.expanduser(model_path))}
+    if not Path(model_path).exists():
+        offline = os.environ.get("HF_HUB_OFFLINE")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        try:
+            names.add(str(get_model_path(model_path)))
+        except Exception as error:  # not in the cache: then workers use the name too
+            log.debug("model_not_cached model=%s error=%s", model_path, error)
+        finally:
+            if offline is None:
+                del os.environ["HF_HUB_OFFLINE"]
+            else:
+                os.environ["HF_HUB_OFFLINE"] = offline
+    return frozenset(names)
+
+
+async def self_test(llm: AsyncLLM) -> None:
+    """One real generation through both pools; raises `ProxyStartError`."""
+    num_tokens = 96
+    limit = llm.model_config.max_model_len - 4
+    prompt = {"prompt_token_ids": [1 + index % 64 for index in range(max(1, min(num_tokens, limit)))]}
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    try:
+        async with asyncio.timeout(SELF_TEST_TIMEOUT_S):
+            async for output in llm.generate(prompt, params, "twinpool-self-test"):
+                if len(output.outputs[0].token_ids) == 2:
+                    return
+    except TimeoutError as error:
+        raise ProxyStartError(
+            f"the self-test got no answer within {SELF_TEST_TIMEOUT_S:g} s; see the workers' logs"
+        ) from error
+    except Exception as error:
+        raise ProxyStartError(f"the self-test through both pools failed: {error}; see the workers' logs") from error
+    raise ProxyStartError("the self-test through both pools ended without two tokens; see the workers' logs")
+
+
+async def _end_http(http: uvicorn.Server, serving: "asyncio.Task[None]") -> None:
+    http.should_exit = True
+    done, _ = await asyncio.wait((serving,), timeout=STREAMS_END_WITHIN_S + 2)
+    if not done:
+        http.force_exit = True
+        serving.cancel()
+        await asyncio.wait((serving,), timeout=2)

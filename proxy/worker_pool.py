@@ -1,0 +1,219 @@
+"""The proxy's side of all workers: who is there, heartbeats both ways, and engine calls that go to everyone."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from cluster import messages
+from cluster.config import LivenessConfig
+from proxy.metrics import ProxyMetrics
+from proxy.roster import Loss, Roster, Worker
+from proxy.worker_socket import Frame, WorkerSocket
+
+log = logging.getLogger("twinpool.proxy")
+
+UTILITY_TIMEOUT_S = 60.0
+
+
+class UtilityError(Exception):
+    """A worker could not carry out an engine call, or did not answer in time."""
+
+
+class PoolListener(Protocol):
+    """Who hears what workers say about requests (`dispatch.Dispatcher`)."""
+
+    def on_outputs(self, worker: Worker, frames: Sequence[zmq.Frame]) -> None: ...
+    def on_prefill_started(self, worker: Worker, transfer_id: str) -> None: ...
+    def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None: ...
+    def on_worker_lost(self, loss: Loss) -> None: ...
+    def on_pool_changed(self) -> None: ...
+    def on_beat(self, now_s: float) -> None: ...
+
+
+class WorkerPool:
+    """Owns the socket and the roster. Made and used on one event loop."""
+
+    def __init__(self, address: str, roster: Roster, liveness: LivenessConfig, metrics: ProxyMetrics) -> None:
+        self.epoch = uuid.uuid4().hex
+        self.roster = roster
+        self._liveness = liveness
+        self._metrics = metrics
+        self._listener: PoolListener | None = None
+        self._changed = asyncio.Event()
+        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._next_call_id = 1
+        self._socket = WorkerSocket(address, self._take, self._bad_frame)
+        self._beats = asyncio.create_task(self._beat_for_ever(), name="worker-beats")
+        self.address = self._socket.address
+
+    def listen(self, listener: PoolListener) -> None:
+        """Names who hears about requests; before that such messages are dropped."""
+        self._listener = listener
+
+    @property
+    def tasks(self) -> tuple["asyncio.Task[None]", ...]:
+        """The tasks that must not end while the proxy serves."""
+        return (self._socket.reader, self._beats)
+
+    # ------------------------------------------------------------------------------------------------- sending
+
+    def send(self, worker_id: str, message: messages.ToWorker, extra: Sequence[Frame] = ()) -> bool:
+        """Sends to a worker, dead or alive; False if nothing is connected there."""
+        worker = self.roster.workers.get(worker_id)
+        return worker is not None and self._socket.send(worker.identity, message, extra)
+
+    def give_up(self, worker_id: str, cause: str) -> None:
+        """The worker's process has ended, or cannot be reached."""
+        self._lost(self.roster.lose(worker_id, "exited", cause))
+
+    def unreachable(self, worker_id: str) -> None:
+        """A send to it failed. It may reconnect."""
+        self._lost(self.roster.lose(worker_id, "unreachable", f"The connection to worker {worker_id} is gone"))
+
+    async def call_all(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> dict[str, Any]:
+        """Calls a method of every living worker's engine; results by worker id. Raises `UtilityError`."""
+        if method not in messages.ALLOWED_UTILITIES:
+            raise UtilityError(f"the engine call {method} is not available on a cluster of workers")
+        try:
+            packed = msgspec.Raw(msgspec.msgpack.encode(args))
+        except TypeError as error:
+            raise UtilityError(f"the arguments of {method} cannot be sent to workers: {error}") from error
+        waits: dict[str, asyncio.Future[Any]] = {}
+        for worker in self.roster.alive():
+            call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._calls[call_id] = (worker.worker_id, future)
+            future.add_done_callback(lambda _, call_id=call_id: self._calls.pop(call_id, None))
+            waits[worker.worker_id] = future
+            if not self.send(worker.worker_id, messages.Utility(call_id, method, packed)):
+                future.set_exception(UtilityError(f"worker {worker.worker_id} is not reachable"))
+        if not waits:
+            raise UtilityError(f"no worker is alive to carry out {method}")
+        done, late = await asyncio.wait(waits.values(), timeout=timeout_s)
+        for future in late:
+            future.cancel()
+        if late:
+            names = ", ".join(w for w, f in waits.items() if f in late)
+            raise UtilityError(f"{names} did not answer {method} within {timeout_s:g} s")
+        errors = [str(f.exception()) for f in waits.values() if f.exception() is not None]
+        if errors:
+            raise UtilityError("; ".join(errors))
+        return {worker_id: future.result() for worker_id, future in waits.items()}
+
+    # ----------------------------------------------------------------------------------------------- receiving
+
+    def _bad_frame(self, reason: str) -> None:
+        self._metrics.bad_frames.inc()
+        log.warning("bad_frame reason=%s", reason)
+
+    def _take(self, identity: bytes, message: messages.FromWorker, extra: Sequence[zmq.Frame]) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, messages.WorkerHello):
+            self._hello(identity, message, now_s)
+            return
+        said_id, epoch = getattr(message, "worker_id", None), getattr(message, "epoch", None)
+        worker = self.roster.heard(identity, said_id, epoch, now_s)
+        if worker is None:
+            self._bad_frame(f"{type(message).__name__} from a stranger or an earlier life")
+            return
+        listener = self._listener
+        match message:
+            case messages.WorkerLoad():
+                if self.roster.report(worker, message):
+                    log.info("worker_back worker=%s", worker.worker_id)
+                    self._pool_changed()
+                self._metrics.observe_load(worker.worker_id, message)
+            case messages.Goodbye():
+                cause = f"Worker {worker.worker_id} left: {message.reason}"
+                self._lost(self.roster.lose(worker.worker_id, "left", cause))
+            case messages.UtilityReply():
+                self._reply(worker, message)
+            case messages.Outputs() if listener is not None:
+                listener.on_outputs(worker, extra)
+            case messages.PrefillStarted() if listener is not None:
+                listener.on_prefill_started(worker, message.transfer_id)
+            case messages.HandoverClosed() if listener is not None:
+                listener.on_handover_closed(worker, message)
+
+    def _hello(self, identity: bytes, hello: messages.WorkerHello, now_s: float) -> None:
+        admission = self.roster.admit(identity, hello, now_s)
+        if admission.worker is None:
+            log.warning("worker_refused worker=%s reason=%s", hello.worker_id, admission.refused)
+            self._socket.send(identity, messages.Rejected(f"worker {hello.worker_id}: {admission.refused}"))
+            return
+        self._socket.send(identity, messages.Welcome(self.epoch))
+        self._lost(admission.lost)
+        if admission.joined:
+            log.info("worker_joined worker=%s epoch=%s fingerprint=%s", hello.worker_id, hello.epoch, hello.fingerprint)
+            self._pool_changed()
+
+    def _reply(self, worker: Worker, reply: messages.UtilityReply) -> None:
+        worker_id, future = self._calls.get(reply.call_id, ("", None))
+        if future is None or future.done() or worker_id != worker.worker_id:
+            return
+        if reply.error:
+            future.set_exception(UtilityError(f"worker {worker_id}: {reply.error}"))
+            return
+        try:
+            future.set_result(msgspec.msgpack.decode(reply.result))
+        except msgspec.DecodeError as error:
+            future.set_exception(UtilityError(f"worker {worker_id} answered with malformed data: {error}"))
+
+    # ------------------------------------------------------------------------------------------------ liveness
+
+    def _lost(self, loss: Loss | None) -> None:
+        if loss is None:
+            return
+        log.warning("worker_lost worker=%s kind=%s cause=%s", loss.worker_id, loss.kind, loss.cause)
+        self._metrics.worker_losses.labels(loss.kind).inc()
+        for worker_id, future in list(self._calls.values()):
+            if worker_id == loss.worker_id and not future.done():
+                future.set_exception(UtilityError(loss.cause))
+        self._pool_changed()
+        if self._listener is not None:
+            self._listener.on_worker_lost(loss)
+
+    def _pool_changed(self) -> None:
+        self._metrics.observe_alive({role: len(self.roster.alive(role)) for role in ("prefill", "decode")})
+        self._changed.set()
+        if self._listener is not None:
+            self._listener.on_pool_changed()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns when workers came or went, or after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+        finally:
+            self._changed.clear()
+
+    async def _beat_for_ever(self) -> None:
+        heartbeat_s = self._liveness.heartbeat_s
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(heartbeat_s)
+            now_s = time.monotonic()
+            late_s, last_s = now_s - last_s - heartbeat_s, now_s
+            if late_s > heartbeat_s:
+                # This loop stood still, so nobody could be heard: that is not the workers' silence.
+                log.warning("event_loop_late late_s=%.1f", late_s)
+                self.roster.forgive(late_s)
+            for worker in list(self.roster.workers.values()):
+                if worker.hello.epoch not in self.roster.gone_epochs:
+                    self._socket.send(worker.identity, messages.ProxyBeat(self.epoch))
+            for loss in self.roster.silent(now_s):
+                self._lost(loss)
+            if self._listener is not None:
+                self._listener.on_beat(now_s)
+
+    def close(self) -> None:
+        """Closes the socket. Workers are stopped by whoever started them."""
+        self._beats.cancel()
+        self._socket.close()

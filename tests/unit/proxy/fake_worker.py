@@ -1,0 +1,257 @@
+"""A worker without an engine: speaks `cluster.messages` on a real ZMQ socket and generates by arithmetic.
+
+The next token is a function of all tokens so far, so an answer that came through two workers is right only if it is
+the answer of one. A fake decode worker learns token 1 from the proxy's `FirstToken`, or from `exchange` (what a
+prefill worker's `Done` would have told it) when the exchange is open.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from cluster import messages
+
+MODEL = "fake-model"
+EOS = 2
+VOCAB = 900
+BLOCK_SIZE = 16
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The only model here."""
+    return 10 + (sum((i + 1) * t for i, t in enumerate(tokens)) * 31 + len(tokens)) % (VOCAB - 10)
+
+
+def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a request with this prompt must answer."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Exchange:
+    """What prefill workers' ranks tell decode workers' ranks."""
+
+    def __init__(self) -> None:
+        self.first_tokens: dict[str, int] = {}
+        self.finished: dict[str, asyncio.Event] = {}
+
+    def event(self, transfer_id: str) -> asyncio.Event:
+        return self.finished.setdefault(transfer_id, asyncio.Event())
+
+
+class FakeWorker:
+    """One life of one worker."""
+
+    def __init__(self, worker_id: str, address: str, exchange: Exchange, *, fingerprint: str = "f1",
+                 max_model_len: int = 4096, heartbeat_s: float = 0.05, model: str = MODEL,
+                 protocol: int = messages.PROTOCOL_VERSION) -> None:  # fmt: skip
+        self.worker_id = worker_id
+        self.role = worker_id.split("-")[0]
+        self.epoch = uuid.uuid4().hex
+        self.exchange = exchange
+        self.submitted: list[EngineCoreRequest] = []
+        self.aborted: list[str] = []
+        self.dropped: list[str] = []
+        self.held: list[str] = []
+        self.first_tokens: dict[str, int] = {}
+        self.utilities: list[tuple[str, Any]] = []
+        self.rejected = ""
+        self.welcomed = asyncio.Event()
+        self.gate = asyncio.Event()
+        """Nothing is computed while it is clear."""
+        self.gate.set()
+        self.step_s = 0.0
+        self.utility_error = ""
+        self.force_first_token: int | None = None
+        self.handover_outcome = "loaded"
+        self.say_started = True
+        self._hello_facts = (fingerprint, max_model_len, model, protocol)
+        self._heartbeat_s = heartbeat_s
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._encoder = MsgpackEncoder()
+        self._work: dict[str, asyncio.Task[None]] = {}
+        self._token_known: dict[str, asyncio.Event] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def running(self) -> set[str]:
+        """Engine request ids that have not ended."""
+        return {i for i, task in self._work.items() if not task.done()}
+
+    async def start(self) -> "FakeWorker":
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        await self.hello()
+        return self
+
+    async def hello(self) -> None:
+        fingerprint, max_model_len, model, protocol = self._hello_facts
+        facts = messages.EngineFacts(model, max_model_len, BLOCK_SIZE, 1000, 8, 512, 1, "bfloat16", ["generate"])
+        await self.say(
+            messages.WorkerHello(
+                protocol,
+                self.worker_id,
+                self.role,
+                self.epoch,
+                1,
+                "here",
+                facts,
+                [messages.RankAddress(0, f"ipc://{self.worker_id}", self.epoch)],
+                fingerprint,
+                {"layout": fingerprint},
+            )  # fmt: skip
+        )
+
+    async def say(self, message: Any, frames: Sequence[Any] = ()) -> None:
+        await self.socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+
+    async def outputs(self, *outputs: EngineCoreOutput) -> None:
+        step = EngineCoreOutputs(outputs=list(outputs), scheduler_stats=SchedulerStats(num_running_reqs=1))
+        await self.say(messages.Outputs(self.epoch), self._encoder.encode(step))
+
+    def freeze(self) -> None:
+        """Like SIGSTOP: nothing is read or sent any more."""
+        for task in [*self._tasks, *self._work.values()]:
+            task.cancel()
+
+    async def stop(self) -> None:
+        self.freeze()
+        for task in [*self._tasks, *self._work.values()]:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self.socket.close(linger=0)
+        self._context.term()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            if self.welcomed.is_set():
+                await self.say(self.load())
+
+    def load(self) -> messages.WorkerLoad:
+        return messages.WorkerLoad(
+            self.worker_id, self.epoch, len(self.running), 0, 1000, 990, 10, 0, 0, 0, {"host": 5}, {"host": 0.5}, {},
+            0, {"ipc://x": "host: same machine"},
+        )  # fmt: skip
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(messages.ToWorker)
+        while True:
+            frames = await self.socket.recv_multipart()
+            message = decoder.decode(frames[0])
+            match message:
+                case messages.Welcome():
+                    self.welcomed.set()
+                case messages.Rejected(reason):
+                    self.rejected = reason
+                case messages.Submit(engine_request_id):
+                    request = self._decoder.decode(frames[1:])
+                    assert request.request_id == engine_request_id
+                    self.submitted.append(request)
+                    self._work[engine_request_id] = asyncio.create_task(self._run(request))
+                case messages.Abort(ids):
+                    self.aborted += ids
+                    for engine_request_id in ids:
+                        if engine_request_id in self._work:
+                            self._work[engine_request_id].cancel()
+                case messages.DropTransfers(ids):
+                    self.dropped += ids
+                case messages.HoldTransfers(ids):
+                    self.held += ids
+                case messages.FirstToken(transfer_id, token):
+                    self.first_tokens[transfer_id] = token
+                    self._known(transfer_id).set()
+                case messages.Utility(call_id, method, args):
+                    self.utilities.append((method, msgspec.msgpack.decode(args)))
+                    result = msgspec.Raw(msgspec.msgpack.encode(True))
+                    await self.say(messages.UtilityReply(call_id, self.utility_error, result))
+
+    def _known(self, transfer_id: str) -> asyncio.Event:
+        return self._token_known.setdefault(transfer_id, asyncio.Event())
+
+    async def _run(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        assert params is not None
+        transfer = (params.extra_args or {}).get("kv_transfer_params")
+        prompt = list(request.prompt_token_ids or ())
+        await self.gate.wait()
+        if transfer is not None and transfer["mode"] == "export":
+            if self.say_started:
+                await self.say(messages.PrefillStarted(transfer["transfer_id"]))
+            await asyncio.sleep(self.step_s)
+        if transfer is not None and transfer["mode"] == "import":
+            prompt = await self._import(transfer, prompt)
+        await self._decode(request, prompt, transfer)
+
+    async def _import(self, transfer: dict[str, Any], prompt: list[int]) -> list[int]:
+        transfer_id = transfer["transfer_id"]
+        if transfer["first_token"]:
+            assert prompt[-1] == 0, "a placeholder was expected"
+            await self._known(transfer_id).wait()
+            prompt = [*prompt[:-1], self.first_tokens[transfer_id]]
+        else:
+            await self.exchange.event(transfer_id).wait()
+        outcome = self.handover_outcome
+        kind = "" if outcome == "loaded" else "peer_lost"
+        closed = messages.HandoverClosed(transfer_id, outcome, kind, "host", 1024, len(prompt), 0.01, 0.002, 0.001)
+        await self.say(closed)
+        return prompt
+
+    async def _decode(self, request: EngineCoreRequest, prompt: list[int], transfer: Any) -> None:
+        params = request.sampling_params
+        assert params is not None
+        assert params.max_tokens is not None
+        tokens = list(prompt)
+        for index in range(params.max_tokens):
+            await self.gate.wait()
+            await asyncio.sleep(self.step_s)
+            token = next_token(tokens)
+            if index == 0 and self.force_first_token is not None:
+                token = self.force_first_token
+            tokens.append(token)
+            finish, stop_reason = self._finish(params, token, index)
+            first = index == 0
+            output = EngineCoreOutput(request.request_id, [token], finish_reason=finish, stop_reason=stop_reason)
+            if params.logprobs is not None:
+                output.new_logprobs = LogprobsLists(
+                    np.array([[token]]), np.array([[-0.5]], dtype=np.float32), np.array([1]), None
+                )
+            if first:
+                output.prefill_stats = PrefillStats(len(prompt), len(prompt), 7 if self.role == "prefill" else 5)
+                if params.prompt_logprobs is not None:
+                    rows = len(prompt) - 1
+                    output.new_prompt_logprobs_tensors = LogprobsTensors(
+                        torch.full((rows, 1), 11), torch.full((rows, 1), -1.5), torch.ones(rows, dtype=torch.int64)
+                    )
+                if transfer is not None and transfer["mode"] == "export":
+                    self.exchange.first_tokens[transfer["transfer_id"]] = token
+                    self.exchange.event(transfer["transfer_id"]).set()
+            await self.outputs(output)
+            if finish is not None:
+                return
+
+    def _finish(self, params: Any, token: int, index: int) -> tuple[FinishReason | None, int | None]:
+        if token == EOS and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in (params.stop_token_ids or ()):
+            return FinishReason.STOP, token
+        if index + 1 >= params.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
