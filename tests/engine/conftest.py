@@ -1,0 +1,91 @@
+"""Servers that live as long as the test session, each started when the first test asks for it."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from cluster.embedded_model import ensure_embedded_model
+from tests.engine.golden import Golden, record
+from tests.engine.servers import Server, cluster_config, free_port, single_vllm, twinpool
+from tests.engine.text import prompt_of
+
+MODEL_OVERRIDE = "TWINPOOL_TEST_MODEL"
+"""A directory with a converted model, instead of the one in the user's cache."""
+GOLDEN_FILE = "TWINPOOL_TEST_GOLDEN"
+"""For whoever works on the product: a file to keep the yardstick's replies in, read if it is there."""
+
+PromptMaker = Callable[[int, int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    override = os.environ.get(MODEL_OVERRIDE)
+    return override or str(asyncio.run(ensure_embedded_model(lambda _step: None)))
+
+
+@pytest.fixture(scope="session")
+def log_dir(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """Logs and configurations of the servers; kept when a test failed."""
+    path = Path(tempfile.mkdtemp(prefix="twinpool-test-"))
+    yield path
+    if not request.session.testsfailed:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def make_prompt(model_path: str) -> PromptMaker:
+    """(seed, num_tokens) to token ids."""
+    tokenizer = Tokenizer.from_file(f"{model_path}/tokenizer.json")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return lambda seed, num_tokens: prompt_of(encode, seed, num_tokens)
+
+
+@pytest.fixture(scope="session")
+def golden(model_path: str, log_dir: Path, make_prompt: PromptMaker) -> Golden:
+    """What a single vLLM server answers; the server is gone when this returns."""
+    kept = os.environ.get(GOLDEN_FILE)
+    if kept and Path(kept).exists():
+        return msgspec.json.decode(Path(kept).read_bytes(), type=Golden)
+    server = Server(single_vllm(model_path, free_port()), log_dir)
+    try:
+        server.wait_until_healthy()
+        recorded = record(server, make_prompt)
+    finally:
+        server.stop()
+    if kept:
+        Path(kept).write_bytes(msgspec.json.encode(recorded))
+    return recorded
+
+
+@pytest.fixture(scope="session")
+def cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
+    """1P1D over link `host`, every prompt prefilled remotely."""
+    yield from _serve("cluster-host", cluster_config(model_path, free_port(), transfer={"links": ["host"]}), log_dir)
+
+
+@pytest.fixture(scope="session")
+def zmq_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
+    """1P1D over link `zmq`, every prompt prefilled remotely, with an API key and vLLM's token-level routes."""
+    config = cluster_config(model_path, free_port(), transfer={"links": ["zmq"]})
+    config["server"]["options"] |= {"api_key": "sesame", "enable_scale_out": True}
+    yield from _serve("cluster-zmq", config, log_dir)
+
+
+def _serve(name: str, config: dict[str, Any], log_dir: Path) -> Iterator[Server]:
+    server = Server(twinpool(name, config, log_dir), log_dir)
+    try:
+        server.wait_until_healthy()
+        yield server
+    finally:
+        server.stop()

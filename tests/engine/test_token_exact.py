@@ -1,0 +1,129 @@
+"""Greedy tokens through P and D are the tokens of a single vLLM engine, whatever was cached where."""
+
+import concurrent.futures
+
+import pytest
+
+from tests.engine.conftest import PromptMaker
+from tests.engine.golden import Golden
+from tests.engine.observed import Moved, worker
+from tests.engine.servers import BLOCK, PREFILL_BLOCKS, Server, reset_prefix_caches
+from tests.engine.token_cases import TOKEN_CASES, TokenCase, TokenReply, generate
+
+pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
+
+KV_BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * BLOCK
+"""30 layers, K and V, 3 heads of 64 numbers, 2 bytes each."""
+EDGES = [case for case in TOKEN_CASES if case.num_tokens in (129, 193, 256, 257, 385, 577)]
+
+
+def _blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK)
+
+
+def _tell_apart(ours: TokenReply, theirs: TokenReply) -> str:
+    return f"through P and D {ours}, from a single vLLM engine {theirs}"
+
+
+def _ask(server: Server, link: str, case: TokenCase, prompt: list[int], *, stream: bool) -> tuple[TokenReply, int]:
+    """The reply and the blocks that moved for it; fails unless the whole prompt was prefilled by P."""
+    moved = Moved(server.url, link)
+    with server.http() as client:
+        reply = generate(client, prompt, case.max_tokens, stream=stream)
+    moved.wait_for_handovers()
+    assert moved.remote_tokens == case.num_tokens
+    assert moved.local_tokens == 0
+    assert moved.recomputed == 0
+    assert moved.bytes_over_any_link == moved.bytes_
+    assert moved.bytes_ % KV_BYTES_PER_BLOCK == 0
+    return reply, int(moved.bytes_) // KV_BYTES_PER_BLOCK
+
+
+def _cold_then_warm(
+    server: Server, link: str, case: TokenCase, golden: Golden, prompt: list[int], stream_first: bool
+) -> None:
+    reset_prefix_caches(server)
+    cold, moved = _ask(server, link, case, prompt, stream=stream_first)
+    assert cold == golden.cold_tokens[case.name], _tell_apart(cold, golden.cold_tokens[case.name])
+    assert moved == _blocks(case.num_tokens)
+
+    warm, moved = _ask(server, link, case, prompt, stream=not stream_first)
+    assert warm == golden.warm_tokens[case.name], _tell_apart(warm, golden.warm_tokens[case.name])
+    assert moved == _blocks(case.num_tokens) - warm.cached_tokens // BLOCK, "D fetches only what it lacks"
+
+
+@pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda case: case.name)
+def test_tokens_over_link_host_are_a_single_engines(
+    case: TokenCase, golden: Golden, cluster: Server, make_prompt: PromptMaker
+) -> None:
+    prompt = make_prompt(case.seed, case.num_tokens)
+    _cold_then_warm(cluster, "host", case, golden, prompt, stream_first=False)
+
+
+@pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda case: case.name)
+def test_tokens_over_link_zmq_are_a_single_engines(
+    case: TokenCase, golden: Golden, zmq_cluster: Server, make_prompt: PromptMaker
+) -> None:
+    prompt = make_prompt(case.seed, case.num_tokens)
+    _cold_then_warm(zmq_cluster, "zmq", case, golden, prompt, stream_first=True)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
+def test_tokens_are_exact_when_only_p_has_the_prefix(
+    case: TokenCase, golden: Golden, cluster: Server, make_prompt: PromptMaker
+) -> None:
+    reset_prefix_caches(cluster)
+    prompt = make_prompt(case.seed, case.num_tokens)
+    with cluster.http() as client:
+        generate(client, prompt, 1, stream=False)  # one token: P answers alone, D never sees it
+
+    reply, moved = _ask(cluster, "host", case, prompt, stream=False)
+
+    assert reply == golden.warm_tokens[case.name], _tell_apart(reply, golden.warm_tokens[case.name])
+    assert moved == _blocks(case.num_tokens), "D had nothing"
+
+
+def test_tokens_are_exact_when_only_d_has_the_prefix(golden: Golden, cluster: Server, make_prompt: PromptMaker) -> None:
+    reset_prefix_caches(cluster)
+    prompts = {case: make_prompt(case.seed, case.num_tokens) for case in EDGES}
+    with cluster.http() as client:
+        for case, prompt in prompts.items():
+            generate(client, prompt, case.max_tokens, stream=False)
+        # Prompts that are answered by P alone push everything else out of its cache, and leave D's as it is.
+        for seed in (900, 901):
+            generate(client, make_prompt(seed, PREFILL_BLOCKS // 2 * BLOCK), 1, stream=False)
+
+    for case, prompt in prompts.items():
+        reply, moved = _ask(cluster, "host", case, prompt, stream=True)
+        assert reply == golden.cold_tokens[case.name], _tell_apart(reply, golden.cold_tokens[case.name])
+        assert moved == _blocks(case.num_tokens) - (case.num_tokens - 1) // BLOCK, "D fetches only what it lacks"
+
+
+def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
+    golden: Golden, cluster: Server, make_prompt: PromptMaker
+) -> None:
+    cases = [case for case in TOKEN_CASES if 64 <= case.num_tokens <= 320][:8]
+    reset_prefix_caches(cluster)
+    moved = Moved(cluster.url, "host")
+
+    def ask(case: TokenCase) -> TokenReply:
+        with cluster.http() as client:
+            return generate(client, make_prompt(case.seed, case.num_tokens), case.max_tokens, stream=True)
+
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        replies = dict(zip(cases, pool.map(ask, cases), strict=True))
+
+    moved.wait_for_handovers(len(cases))
+    assert moved.remote_tokens == sum(case.num_tokens for case in cases)
+    # The first token may round otherwise when prompts share a chunk, so tokens are compared, not cached counts.
+    assert {case.name: reply.token_ids for case, reply in replies.items()} == {
+        case.name: golden.cold_tokens[case.name].token_ids for case in cases
+    }
+
+
+@pytest.mark.parametrize("fixture", ["cluster", "zmq_cluster"])
+def test_blocks_add_up_after_all_that(fixture: str, request: pytest.FixtureRequest) -> None:
+    server: Server = request.getfixturevalue(fixture)
+    for worker_id in ("prefill-0", "decode-0"):
+        blocks = worker(server.url, worker_id).blocks
+        assert blocks.free + blocks.used + blocks.leased == blocks.total
