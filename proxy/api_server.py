@@ -13,17 +13,15 @@ from typing import Any, Protocol
 from cluster.config import ClusterConfig
 from proxy.dispatch import DispatchSettings
 from proxy.metrics import ProxyMetrics
-from proxy.roster import Roster
 from proxy.scheduling.place import Policy
-from proxy.worker_pool import WorkerPool
+from proxy.workers.roster import Roster
+from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
 
 GPU_BREAK_EVEN_TOKENS = 2048
 CPU_BREAK_EVEN_TOKENS = 64
 """Below this a prompt costs the decode core less than one hand-over and one queue more."""
-STREAMS_END_WITHIN_S = 3
-SELF_TEST_TIMEOUT_S = 120.0
 
 
 class ProxyStartError(Exception):
@@ -80,7 +78,7 @@ async def run_api_server(config: ClusterConfig, model_path: str, proxy_address: 
 
 
 def _prepare(config: ClusterConfig, model_path: str) -> Any:
-    from proxy.vllm_server import VllmServer
+    from proxy.frontend.vllm_server import VllmServer
 
     return VllmServer(config, model_path)
 

@@ -1,7 +1,7 @@
 """Every request on its way: feeds flights with what happens and carries out what they say.
 
-The thin shell around `flight.advance` and `scheduling.place`. It runs on one event loop; nothing in it waits. What
-the client should see is put, one batch per engine step, into `outputs`.
+The thin shell around `flights.flight.advance` and `scheduling.place.place`. It runs on one event loop; nothing in it
+waits. What the client should see is put, one batch per engine step, into `outputs`.
 """
 
 import asyncio
@@ -16,39 +16,36 @@ from typing import Any
 import zmq
 
 from cluster import messages
-from proxy.flight import (
-    Aborted,
+from proxy.flights.actions import (
     AbortLeg,
     Action,
-    Cause,
-    DeadlinePassed,
     DropTransfer,
     Emit,
-    Event,
     Fail,
-    Flight,
-    HandoverClosed,
-    IllegalTransition,
-    LegKind,
     PlaceAnew,
-    Placed,
-    PrefillStarted,
     SendFirstToken,
-    Stage,
     SubmitDecode,
     SubmitLocal,
     SubmitPrefill,
-    WorkerLost,
-    advance,
 )
-from proxy.lifetime import Lifetime
-from proxy.metrics import ProxyMetrics
-from proxy.recent import RecentHandovers
-from proxy.roster import Loss, Worker
-from proxy.scheduling.place import Local, Placement, Policy, PrefillOnly, Wait, place
-from proxy.scheduling.view import PoolView, RequestShape, WorkerView
-from proxy.trip import Leg, Siblings, Trip, Workload
-from proxy.vllm_leg_outputs import (
+from proxy.flights.events import (
+    Aborted,
+    Cause,
+    DeadlinePassed,
+    Event,
+    HandoverClosed,
+    LegKind,
+    Placed,
+    PrefillStarted,
+    WorkerLost,
+)
+from proxy.flights.flight import Flight, IllegalTransition, Stage, advance
+from proxy.flights.legbook import Legbook
+from proxy.flights.lifetime import Lifetime, LifetimeEvent
+from proxy.flights.recent_handovers import RecentHandovers
+from proxy.flights.siblings import Siblings
+from proxy.flights.trip import Trip
+from proxy.legs.vllm_leg_outputs import (
     BadOutputs,
     OutputDecoder,
     add_prompt_scores,
@@ -57,12 +54,15 @@ from proxy.vllm_leg_outputs import (
     leg_event,
     prompt_scores,
 )
-from proxy.vllm_leg_requests import Exporter, LegRequests
-from proxy.worker_pool import WorkerPool
+from proxy.legs.vllm_leg_requests import Exporter, LegRequests
+from proxy.metrics import ProxyMetrics
+from proxy.scheduling.place import Local, Placement, Policy, PrefillOnly, Wait, place
+from proxy.scheduling.view import RequestShape
+from proxy.workers.roster import Loss, Worker
+from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
 
-HOLD_EVERY_S = 5.0
 LATE_NEWS_S = 60.0
 """How long the report of a hand-over is waited for after its request has ended."""
 EXPECTED_OUTPUT_TOKENS = 512
@@ -75,28 +75,36 @@ class DispatchSettings:
     policy: Policy
     reserve_at_start: bool
     queue_timeout_s: float
-    hold_every_s: float = HOLD_EVERY_S
+    hold_every_s: float
+    """How often prefill workers are told which leases are still wanted."""
 
 
 class Dispatcher:
-    """Owns every trip. `on_failure(request_id, status, message)` tells the front end; it returns the ids of other
-    requests that ended with it (siblings)."""
+    """Owns every trip.
 
-    def __init__(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
-                 on_failure: Callable[[str, int, str], Iterable[str]]) -> None:  # fmt: skip
+    `on_failure(request_id, status, message)` tells the front end that a request failed and returns the ids of all
+    requests that ended with it there (its siblings).
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        settings: DispatchSettings,
+        metrics: ProxyMetrics,
+        on_failure: Callable[[str, int, str], Iterable[str]],
+    ) -> None:
         self.outputs: asyncio.Queue[Any] = asyncio.Queue()
         """`EngineCoreOutputs` for the front end, or the exception that ends it."""
         self.trips: dict[str, Trip] = {}
         self.recent = RecentHandovers()
+        self.legs = Legbook()
+        self.siblings = Siblings()
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
         self._on_failure = on_failure
-        self._legs: dict[str, Leg] = {}
         self._transfers: dict[str, Trip] = {}
         self._late_news: deque[tuple[float, str]] = deque()
-        self._workloads: dict[str, Workload] = {}
-        self._siblings: dict[str, Siblings] = {}
         self._queued: dict[str, None] = {}
         self._batch: list[Any] = []
         self._held_s = 0.0
@@ -112,7 +120,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------- from the front end
 
     def add(self, request_id: str, request: Any, shape: RequestShape, group: str = "") -> None:
-        """Takes a request. Raises nothing: whatever goes wrong reaches the client through `on_failure`."""
+        """Takes a request. Whatever goes wrong with it reaches the client through `on_failure`."""
         known = self.trips.get(request_id)
         if known is not None:
             self._more_input(known, request)
@@ -120,18 +128,18 @@ class Dispatcher:
         flight = Flight(
             num_prompt_tokens=shape.num_prompt_tokens,
             max_tokens=shape.max_tokens,
-            max_model_len=min((w.hello.engine.max_model_len for w in self._pool.roster.alive()), default=1 << 62),
+            max_model_len=self._pool.roster.max_model_len,
             first_token_mode=shape.first_token_mode,
             wants_prompt_scores=shape.wants_prompt_scores,
             reserve_at_start=self._settings.reserve_at_start,
-            open_ended=bool(getattr(request, "resumable", False)),
+            open_ended=bool(request.resumable),
         )
-        trip = Trip(request_id, request, shape, flight, Lifetime(), group)
-        self._note(trip, "arrived")
-        self.trips[request_id] = trip
-        if self._joins_siblings(trip):
-            return
-        self._place(trip)
+        trip = self.trips[request_id] = Trip(request_id, request, shape, flight, Lifetime(), group)
+        _note(trip, "arrived")
+        if self.siblings.join(trip):
+            self._let_follow(trip.group)
+        else:
+            self._place(trip)
         self._flush()
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -139,17 +147,16 @@ class Dispatcher:
         for request_id in list(request_ids):
             trip = self.trips.get(request_id)
             if trip is not None:
-                self._note(trip, "aborted")
+                _note(trip, "aborted")
                 self._feed(trip, Aborted())
         self._flush()
 
     def fail_all(self, status: int, message: str) -> None:
-        """Ends every request with an error, e.g. because the proxy stops."""
+        """Ends every request with an error, because the proxy stops."""
         for trip in list(self.trips.values()):
             if trip.request_id in self.trips:
-                self._note(trip, "failed")
-                self._feed(trip, Aborted())
                 self._tell_failure(trip, status, Cause("stopping", message))
+                self._feed(trip, Aborted())
 
     def _more_input(self, trip: Trip, request: Any) -> None:
         """Streamed input: the next chunk of a request, for the engine that has it already."""
@@ -173,8 +180,8 @@ class Dispatcher:
             log.warning("bad_outputs worker=%s error=%s", worker.worker_id, error)
             return
         for output in step.outputs:
-            leg = self._legs.get(output.request_id)
-            if leg is None or leg.worker_id != worker.worker_id:
+            leg = self.legs.find(output.request_id, worker.worker_id)
+            if leg is None:
                 continue
             if output.finish_reason is not None and not leg.trip.flight.open_ended:
                 self._close_leg(leg.trip, leg.kind)
@@ -185,7 +192,7 @@ class Dispatcher:
         """The prefill engine scheduled the first chunk of a hand-over."""
         trip = self._transfers.get(transfer_id)
         if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
-            self._note(trip, "prefill_started")
+            _note(trip, "prefill_started")
             self._feed(trip, PrefillStarted())
 
     def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None:
@@ -197,33 +204,27 @@ class Dispatcher:
         self.recent.closed(trip, closed)
         log.info(
             "handover_closed request=%s transfer=%s outcome=%s kind=%s link=%s bytes=%d after_done_s=%.4f copy_s=%.4f",
-            trip.request_id, closed.transfer_id, closed.outcome, closed.failure_kind, closed.link, closed.bytes_moved,
-            closed.done_to_loaded_s, closed.copy_s,
-        )  # fmt: skip
-        if closed.transfer_id != trip.transfer_id:
-            return
-        self._note(trip, "handover_closed")
-        if trip.request_id in self.trips and trip.flight.decode == worker.worker_id:
+            *(trip.request_id, closed.transfer_id, closed.outcome, closed.failure_kind, closed.link),
+            *(closed.bytes_moved, closed.done_to_loaded_s, closed.copy_s),
+        )
+        if closed.transfer_id == trip.transfer_id and trip.flight.decode == worker.worker_id:
+            _note(trip, "handover_closed")
             self._feed(trip, HandoverClosed(closed.outcome))
             self._flush()
 
     def on_worker_lost(self, loss: Loss) -> None:
-        """Ends or replaces every leg at a worker. If it only stood still, it is told to drop them."""
-        cause = Cause(loss.kind, loss.cause)
-        orphans = self._workloads.pop(loss.worker_id, Workload()).legs
-        touched = {leg.trip.request_id: leg.trip for leg in (self._legs.get(i) for i in orphans) if leg is not None}
+        """Ends or replaces everything that depends on a worker."""
+        lost = self.legs.lose(loss.worker_id)
+        if lost and loss.kind in ("silent", "unreachable", "rejoined"):
+            # It may only stand still: when it goes on, it must not work for nobody.
+            self._pool.send(loss.worker_id, messages.Abort([leg.engine_request_id for leg in lost]))
+        touched = {leg.trip.request_id: leg.trip for leg in lost}
         # Some have no leg there now, but a lease or a decode leg to come.
         touched.update(
             {t.request_id: t for t in self.trips.values() if loss.worker_id in (t.flight.prefill, t.flight.decode)}
         )
-        if loss.kind in ("silent", "unreachable", "rejoined") and orphans:
-            self._pool.send(loss.worker_id, messages.Abort(sorted(orphans)))
-        for engine_request_id in orphans:
-            leg = self._legs.pop(engine_request_id, None)
-            if leg is not None:
-                leg.trip.legs.pop(leg.kind, None)
         for trip in touched.values():
-            self._feed(trip, WorkerLost(loss.worker_id, cause))
+            self._feed(trip, WorkerLost(loss.worker_id, Cause(loss.kind, loss.cause)))
         self._flush()
 
     def on_pool_changed(self) -> None:
@@ -235,22 +236,18 @@ class Dispatcher:
         self._flush()
 
     def on_beat(self, now_s: float) -> None:
-        """Deadlines of the queue, renewal of leases, forgotten reports."""
+        """Deadlines of the queue, renewal of leases, reports that will not come any more."""
         for request_id in list(self._queued):
             trip = self.trips.get(request_id)
             if trip is not None and trip.deadline_s is not None and now_s >= trip.deadline_s:
-                waited = f"{self._settings.queue_timeout_s:g} s"
-                message = f"No worker could take the request within {waited}; try again later"
-                self._feed(trip, DeadlinePassed(Cause("queue_timeout", message)))
+                message = f"No worker could take the request within {self._settings.queue_timeout_s:g} s"
+                self._feed(trip, DeadlinePassed(Cause("queue_timeout", f"{message}; try again later")))
         if now_s - self._held_s >= self._settings.hold_every_s:
             self._held_s = now_s
             self._hold_leases()
         while self._late_news and self._late_news[0][0] <= now_s:
             self._transfers.pop(self._late_news.popleft()[1], None)
-        stages = [trip.flight.stage for trip in self.trips.values()]
-        for stage in Stage:
-            if stage is not Stage.FINISHED:
-                self._metrics.requests_open.labels(stage.value).set(stages.count(stage))
+        self._metrics.observe_stages([trip.flight.stage.value for trip in self.trips.values()])
         self._flush()
 
     def _hold_leases(self) -> None:
@@ -263,27 +260,9 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------- placement
 
-    def view(self) -> PoolView:
-        """The workers as placement sees them now."""
-        views = []
-        for worker in sorted(self._pool.roster.workers.values(), key=lambda w: w.index):
-            workload = self._workloads.get(worker.worker_id, Workload())
-            views.append(
-                WorkerView(
-                    worker_id=worker.worker_id,
-                    role=worker.role,
-                    alive=worker.alive,
-                    fingerprint=worker.hello.fingerprint,
-                    max_model_len=worker.hello.engine.max_model_len,
-                    queued_tokens=workload.queued_tokens,
-                    num_requests=len(workload.legs),
-                    blocks_free=worker.blocks_free,
-                )
-            )
-        return PoolView(tuple(views))
-
     def _place(self, trip: Trip) -> None:
-        self._put(trip, place(trip.shape, self.view(), self._settings.policy))
+        view = self._pool.roster.view(self.legs.workload)
+        self._put(trip, place(trip.shape, view, self._settings.policy))
 
     def _put(self, trip: Trip, placement: Placement) -> None:
         if isinstance(placement, Wait):
@@ -293,76 +272,30 @@ class Dispatcher:
             self._queued[trip.request_id] = None
             return
         self._queued.pop(trip.request_id, None)
-        self._note(trip, "placed")
+        _note(trip, "placed")
         self._metrics.observe_decision(type(placement).__name__.lower(), placement.reason)
         log.info("placed request=%s placement=%s", trip.request_id, placement)
         self._feed(trip, Placed(placement))
 
-    # ----------------------------------------------------------------------------------------------- siblings
-
-    def _joins_siblings(self, trip: Trip) -> bool:
-        """True if a sibling leads and this request needs no placement of its own now."""
-        if not trip.group:
-            return False
-        siblings = self._siblings.get(trip.group)
-        if siblings is None:
-            self._siblings[trip.group] = Siblings(trip.request_id, {trip.request_id})
-            return False
-        siblings.members.add(trip.request_id)
-        if siblings.leader not in self.trips:
-            siblings.leader = trip.request_id
-            return False
-        siblings.waiting.append(trip.request_id)
-        self._lead(siblings)
-        return True
-
-    def _lead(self, siblings: Siblings) -> None:
-        """Lets waiting siblings go where their leader has the prompt, or makes the next one the leader."""
-        leader = self.trips.get(siblings.leader)
-        if leader is None:
-            if siblings.waiting:
-                siblings.leader = siblings.waiting.pop(0)
-                heir = self.trips.get(siblings.leader)
-                if heir is not None:
-                    self._place(heir)
-                self._lead(siblings)
+    def _let_follow(self, group: str) -> None:
+        """Sends waiting siblings where their leader has the prompt."""
+        leader = self.trips.get(self.siblings.leader_of(group))
+        following = self.siblings.following(leader) if leader is not None else None
+        if following is None:
             return
-        if leader.flight.stage not in (Stage.DECODING, Stage.LOCAL) and not (
-            leader.flight.stage is Stage.HANDING_OVER and leader.num_outputs > 1
-        ):
-            return
-        siblings.scores = siblings.scores or leader.scores
-        followers, siblings.waiting = siblings.waiting, []
-        for request_id in followers:
+        worker = self._pool.roster.workers[following.worker_id]
+        follow = PrefillOnly if worker.role == "prefill" else Local
+        for request_id in following.request_ids:
             trip = self.trips.get(request_id)
-            if trip is None:
-                continue
-            trip.scores = siblings.scores
-            follow = PrefillOnly if self._role(leader.flight.decode) == "prefill" else Local
-            self._put(trip, follow(leader.flight.decode, "sibling"))
-
-    def _leave_siblings(self, trip: Trip) -> None:
-        siblings = self._siblings.get(trip.group)
-        if siblings is None:
-            return
-        siblings.members.discard(trip.request_id)
-        if trip.request_id in siblings.waiting:
-            siblings.waiting.remove(trip.request_id)
-        if not siblings.members:
-            del self._siblings[trip.group]
-        elif siblings.leader == trip.request_id:
-            self._lead(siblings)
-
-    def _role(self, worker_id: str) -> str:
-        worker = self._pool.roster.workers.get(worker_id)
-        return worker.role if worker is not None else "decode"
+            if trip is not None:
+                trip.scores = following.scores
+                self._put(trip, follow(following.worker_id, "sibling"))
 
     # ---------------------------------------------------------------------------------------- flights' actions
 
     def _feed(self, trip: Trip, event: Event) -> None:
         if trip.flight.finished:
             return
-        stage = trip.flight.stage
         try:
             step = advance(trip.flight, event)
         except IllegalTransition as error:
@@ -374,10 +307,8 @@ class Dispatcher:
             self._perform(trip, action)
         if trip.flight.finished:
             self._forget(trip)
-        elif trip.group and (trip.flight.stage is not stage or trip.num_outputs == 2):
-            siblings = self._siblings.get(trip.group)
-            if siblings is not None and siblings.waiting and siblings.leader == trip.request_id:
-                self._lead(siblings)
+        elif trip.group:
+            self._let_follow(trip.group)
 
     def _perform(self, trip: Trip, action: Action) -> None:
         match action:
@@ -388,28 +319,30 @@ class Dispatcher:
             case SubmitDecode(worker_id):
                 self._submit_decode(trip, worker_id)
             case SubmitLocal(worker_id):
-                self._submit_local(trip, worker_id)
+                self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
+                engine_request_id = self._open_leg(trip, "local", worker_id)
+                frames = self._requests.local(trip.request, engine_request_id, trip.scores is not None)
+                self._send(worker_id, messages.Submit(engine_request_id), frames)
             case SendFirstToken(worker_id, token):
                 self._send(worker_id, messages.FirstToken(trip.transfer_id, token))
             case DropTransfer(worker_id):
                 self._send(worker_id, messages.DropTransfers([trip.transfer_id]))
             case AbortLeg(kind, worker_id):
-                engine_request_id = trip.legs.get(kind)
-                self._close_leg(trip, kind)
-                if engine_request_id is not None:
-                    self._send(worker_id, messages.Abort([engine_request_id]))
+                closed_id = self._close_leg(trip, kind)
+                if closed_id is not None:
+                    self._send(worker_id, messages.Abort([closed_id]))
             case PlaceAnew(cause):
                 self._metrics.replacements.inc()
                 log.warning("placed_anew request=%s cause=%s", trip.request_id, cause.message)
-                self._note(trip, "placed_anew")
+                _note(trip, "placed_anew")
                 self._expect_late_news(trip)
                 trip.transfer_id = ""
                 self._place(trip)
             case Fail(status, cause):
-                self._note(trip, "failed")
                 self._tell_failure(trip, status, cause)
 
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
+        _note(trip, "failed")
         self._metrics.failed.labels(str(status), cause.kind).inc()
         log.warning("request_failed request=%s status=%d cause=%s", trip.request_id, status, cause.message)
         self.abort(i for i in self._on_failure(trip.request_id, status, cause.message) if i != trip.request_id)
@@ -418,26 +351,18 @@ class Dispatcher:
         trip.transfer_id = uuid.uuid4().hex
         self._transfers[trip.transfer_id] = trip
         self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
+        _note(trip, "prefill_submitted")
         engine_request_id = self._open_leg(trip, "prefill", worker_id)
-        self._note(trip, "prefill_submitted")
         frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode)
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
     def _submit_decode(self, trip: Trip, worker_id: str) -> None:
-        exporter = self._pool.roster.workers.get(trip.flight.prefill)
-        ranks = exporter.hello.ranks if exporter is not None else []
+        _note(trip, "decode_submitted")
+        exporter = Exporter(trip.flight.prefill, self._pool.roster.workers[trip.flight.prefill].hello.ranks)
         engine_request_id = self._open_leg(trip, "decode", worker_id)
-        self._note(trip, "decode_submitted")
         frames = self._requests.decode(
-            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode,
-            Exporter(trip.flight.prefill, ranks),
-        )  # fmt: skip
-        self._send(worker_id, messages.Submit(engine_request_id), frames)
-
-    def _submit_local(self, trip: Trip, worker_id: str) -> None:
-        self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
-        engine_request_id = self._open_leg(trip, "local", worker_id)
-        frames = self._requests.local(trip.request, engine_request_id, trip.scores is not None)
+            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter
+        )
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
     def _send(self, worker_id: str, message: messages.ToWorker, frames: Sequence[Any] = ()) -> None:
@@ -450,18 +375,18 @@ class Dispatcher:
     def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
         trip.num_outputs += 1
         if trip.num_outputs == 1:
-            self._first_output(trip, leg, payload, prefill)
+            self._first_output(trip, payload, prefill)
         elif trip.num_outputs == 2:
-            self._note(trip, "second_output")
-            gap = trip.lifetime.between("first_output", "second_output")
-            if gap is not None:
-                self._metrics.second_token_seconds.observe(gap)
+            _note(trip, "second_output")
+            gap_s = trip.lifetime.between("first_output", "second_output")
+            if gap_s is not None:
+                self._metrics.second_token_seconds.observe(gap_s)
         self._batch.append(client_output(payload, trip.request_id, leg, finished, prefill))
         if finished:
-            self._note(trip, "finished")
+            _note(trip, "finished")
 
-    def _first_output(self, trip: Trip, leg: LegKind, payload: Any, prefill: Any) -> None:
-        self._note(trip, "first_output")
+    def _first_output(self, trip: Trip, payload: Any, prefill: Any) -> None:
+        _note(trip, "first_output")
         parts = trip.lifetime.first_token_parts()
         if parts is not None:
             self._metrics.observe_first_token(parts)
@@ -470,7 +395,7 @@ class Dispatcher:
             if trip.scores is not None:
                 add_prompt_scores(payload, trip.scores)
             else:
-                trip.scores = prompt_scores(prefill if leg == "decode" and prefill is not None else payload)
+                trip.scores = prompt_scores(prefill if prefill is not None else payload)
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
         """Gives the front end everything that one message led to, as one engine step."""
@@ -484,32 +409,14 @@ class Dispatcher:
     # -------------------------------------------------------------------------------------------- bookkeeping
 
     def _open_leg(self, trip: Trip, kind: LegKind, worker_id: str) -> str:
-        engine_request_id = uuid.uuid4().hex
-        tokens = trip.shape.num_prompt_tokens
-        self._legs[engine_request_id] = Leg(trip, kind, worker_id, tokens)
-        trip.legs[kind] = engine_request_id
-        workload = self._workloads.setdefault(worker_id, Workload())
-        workload.legs.add(engine_request_id)
-        if kind == "prefill":
-            workload.queued_tokens += tokens
-        worker = self._pool.roster.workers.get(worker_id)
-        if worker is not None:
-            output_tokens = 1 if kind == "prefill" else min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)
-            worker.promised_blocks += -(-(tokens + output_tokens) // max(1, worker.hello.engine.block_size))
-        return engine_request_id
+        output_tokens = 1 if kind == "prefill" else min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        self._pool.roster.promise(worker_id, trip.shape.num_prompt_tokens + output_tokens)
+        return self.legs.open(trip, kind, worker_id)
 
-    def _close_leg(self, trip: Trip, kind: LegKind) -> None:
-        engine_request_id = trip.legs.pop(kind, None)
-        leg = self._legs.pop(engine_request_id, None) if engine_request_id is not None else None
-        if leg is None or engine_request_id is None:
-            return
+    def _close_leg(self, trip: Trip, kind: LegKind) -> str | None:
         if kind == "prefill":
-            self._note(trip, "prefill_ended")
-        workload = self._workloads.get(leg.worker_id)
-        if workload is not None and engine_request_id in workload.legs:
-            workload.legs.discard(engine_request_id)
-            if kind == "prefill":
-                workload.queued_tokens -= leg.prompt_tokens
+            _note(trip, "prefill_ended")
+        return self.legs.close(trip, kind)
 
     def _forget(self, trip: Trip) -> None:
         for kind in list(trip.legs):
@@ -517,13 +424,15 @@ class Dispatcher:
         self._queued.pop(trip.request_id, None)
         self.trips.pop(trip.request_id, None)
         self._expect_late_news(trip)
-        if trip.group:
-            self._leave_siblings(trip)
+        heir = self.trips.get(self.siblings.leave(trip) or "")
+        if heir is not None:
+            self._place(heir)
 
     def _expect_late_news(self, trip: Trip) -> None:
         """The report of a hand-over may come after its request has ended; metrics want it."""
         if trip.transfer_id in self._transfers:
             self._late_news.append((time.monotonic() + LATE_NEWS_S, trip.transfer_id))
 
-    def _note(self, trip: Trip, event: Any) -> None:
-        trip.lifetime.note(event, time.monotonic())
+
+def _note(trip: Trip, event: LifetimeEvent) -> None:
+    trip.lifetime.note(event, time.monotonic())

@@ -1,13 +1,14 @@
 """Prometheus metrics of the proxy, prefixed `twinpool_`. vLLM's own `/metrics` shows them beside its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.messages import HandoverClosed, WorkerLoad
-from proxy.lifetime import FirstTokenParts
+from proxy.flights.lifetime import FirstTokenParts
 from proxy.scheduling.place import REASONS
 
+STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -99,6 +100,11 @@ class ProxyMetrics:
             self.worker_copy_seconds.labels(worker_id, link).set(seconds)
         for kind, count in load.transfer_failures.items():
             self.transfer_failures.labels(worker_id, kind).set(count)
+
+    def observe_stages(self, stages: Sequence[str]) -> None:
+        """Requests in the proxy, by the stage each is in."""
+        for stage in STAGES:
+            self.requests_open.labels(stage).set(stages.count(stage))
 
     def observe_alive(self, alive: Mapping[str, int]) -> None:
         """Living workers by role."""

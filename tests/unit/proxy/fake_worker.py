@@ -116,7 +116,7 @@ class FakeWorker:
                 [messages.RankAddress(0, f"ipc://{self.worker_id}", self.epoch)],
                 fingerprint,
                 {"layout": fingerprint},
-            )  # fmt: skip
+            )
         )
 
     async def say(self, message: Any, frames: Sequence[Any] = ()) -> None:
@@ -238,7 +238,7 @@ class FakeWorker:
                 if params.prompt_logprobs is not None:
                     rows = len(prompt) - 1
                     output.new_prompt_logprobs_tensors = LogprobsTensors(
-                        torch.full((rows, 1), 11), torch.full((rows, 1), -1.5), torch.ones(rows, dtype=torch.int64)
+                        torch.tensor(prompt[1:]).reshape(-1, 1), torch.full((rows, 1), -1.5), torch.ones(rows, dtype=torch.int64)
                     )
                 if transfer is not None and transfer["mode"] == "export":
                     self.exchange.first_tokens[transfer["transfer_id"]] = token

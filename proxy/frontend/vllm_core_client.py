@@ -18,9 +18,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from proxy.dispatch import Dispatcher, DispatchSettings
+from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
-from proxy.vllm_leg_requests import ClientTransferParams, describe
-from proxy.worker_pool import UtilityError, WorkerPool
+from proxy.workers.worker_pool import UtilityError, WorkerPool
 
 
 class ClientResources:
@@ -135,8 +135,13 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
         except UtilityError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
-    async def profile_async(self, is_start: bool = True, profile_prefix: str | None = None,
-                            delay_iterations: int | None = None, max_iterations: int | None = None) -> None:  # fmt: skip
+    async def profile_async(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
         await self._call_all("profile", is_start, profile_prefix, delay_iterations, max_iterations)
 
     async def reset_mm_cache_async(self) -> None:
@@ -189,8 +194,7 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
     async def resume_scheduler_async(self) -> None:
         _not_on_a_cluster("resuming generation")
 
-    async def collective_rpc_async(self, method: Any, timeout: float | None = None, args: Any = (),
-                                   kwargs: Any = None) -> list[Any]:  # fmt: skip
+    async def collective_rpc_async(self, method: Any, *_args: Any, **_kwargs: Any) -> list[Any]:
         _not_on_a_cluster("collective_rpc")
 
     async def release_kv_cache_memory_async(self) -> None:

@@ -8,6 +8,7 @@ is gone, and a peer that is stuck is given up by its silence, which bounds what 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import zmq
@@ -65,14 +66,12 @@ class WorkerSocket:
     def send(self, identity: bytes, message: messages.ToWorker, extra: Sequence[Frame] = ()) -> bool:
         """Queues a message; False if no such peer is connected."""
         frames = [identity, self._encoder.encode(message), *extra]
-        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
-        if not sent.done():
-            return True
-        error = sent.exception()
-        if error is None:
-            return True
-        log.info("send_failed message=%s error=%s", type(message).__name__, error)
-        return False
+        # With NOBLOCK pyzmq has tried before it returns the future.
+        sent = cast("asyncio.Future[object]", self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True))
+        error = sent.exception() if sent.done() else None
+        if error is not None:
+            log.debug("send_failed message=%s error=%s", type(message).__name__, error)
+        return error is None
 
     async def _read(self) -> None:
         while True:

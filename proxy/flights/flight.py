@@ -13,8 +13,32 @@ as it is afterwards with what must be done. An event that cannot happen in a sta
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
+from proxy.flights.actions import (
+    AbortLeg,
+    Action,
+    DropTransfer,
+    Emit,
+    Fail,
+    PlaceAnew,
+    SendFirstToken,
+    SubmitDecode,
+    SubmitLocal,
+    SubmitPrefill,
+)
+from proxy.flights.events import (
+    Aborted,
+    Cause,
+    DeadlinePassed,
+    Event,
+    Finish,
+    HandoverClosed,
+    LegOutput,
+    Placed,
+    PrefillStarted,
+    WorkerLost,
+)
 from proxy.scheduling.place import Local, Placement, PrefillOnly, Reject, Remote, Wait
 
 
@@ -27,142 +51,11 @@ class Stage(Enum):
     FINISHED = "finished"
 
 
-LegKind = Literal["prefill", "decode", "local"]
-Finish = Literal["stop", "length", "abort", "error", "repetition"]
-"""vLLM's `FinishReason` in lower case."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why something failed."""
-
-    kind: str
-    """One word, for counting."""
-    message: str
-    """A sentence for the client."""
-
-
 class IllegalTransition(Exception):
     """An event reached a flight in a stage where it cannot happen: a fault of the proxy or of a worker."""
 
-    def __init__(self, stage: Stage, event: "Event") -> None:
+    def __init__(self, stage: Stage, event: Event) -> None:
         super().__init__(f"{type(event).__name__} cannot happen to a request in stage {stage.value}")
-
-
-# ---------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStarted:
-    """The prefill engine scheduled the first chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class LegOutput:
-    """One engine step's output of a leg. `payload` is passed through, never looked at."""
-
-    leg: LegKind
-    token: int | None
-    """The first new token, if any."""
-    finish: Finish | None
-    payload: Any
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverClosed:
-    """The decode worker will fetch nothing more: `loaded`, `recompute` or `cancelled`."""
-
-    outcome: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
-    worker: str
-    cause: "Cause"
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The client left, a stop string ended the request, or a sibling failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    cause: "Cause"
-
-
-Event = Placed | PrefillStarted | LegOutput | HandoverClosed | WorkerLost | Aborted | DeadlinePassed
-
-
-# --------------------------------------------------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitPrefill:
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitDecode:
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitLocal:
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class SendFirstToken:
-    worker: str
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropTransfer:
-    """Tell the prefill worker that nobody will fetch the blocks."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class AbortLeg:
-    leg: LegKind
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Give an output to the client. `prefill` is what a dropped prefill output contributes to it (exact mode)."""
-
-    leg: LegKind
-    payload: Any
-    finished: bool
-    prefill: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceAnew:
-    """Choose workers again, and mint new ids; answer with `Placed`."""
-
-    cause: "Cause"
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    status: int
-    cause: "Cause"
-
-
-Action = SubmitPrefill | SubmitDecode | SubmitLocal | SendFirstToken | DropTransfer | AbortLeg | Emit | PlaceAnew | Fail
-
-
-# ---------------------------------------------------------------------------------------------------------- flight
 
 
 @dataclass(frozen=True, slots=True)

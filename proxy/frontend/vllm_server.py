@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer, setup_server
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.exceptions import VLLMError
+from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.repo_utils import get_model_path
@@ -29,15 +31,19 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config import ClusterConfig
-from proxy.api_server import SELF_TEST_TIMEOUT_S, STREAMS_END_WITHIN_S, ProxyStartError, first_failure
+from proxy.api_server import ProxyStartError, first_failure
 from proxy.dispatch import DispatchSettings
+from proxy.frontend.status_report import report
+from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
+from proxy.frontend.vllm_core_client import ClusterClient, in_place_of_engine
 from proxy.metrics import ProxyMetrics
-from proxy.status_report import report
-from proxy.vllm_arguments import ServerOptionError, server_arguments
-from proxy.vllm_core_client import ClusterClient, in_place_of_engine
-from proxy.worker_pool import WorkerPool
+from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
+
+STREAMS_END_WITHIN_S = 3
+SELF_TEST_TIMEOUT_S = 120.0
+SELF_TEST_TOKENS = 96
 
 
 class VllmServer:
@@ -109,7 +115,9 @@ class VllmServer:
         handler = llm.output_handler
         watched = [*supervised, serving, *([handler] if handler is not None else [])]
         try:
-            await self._start_up(llm, http, serving, stopping, on_ready)
+            # Long enough to go through both pools.
+            test = self_test(llm, max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens))
+            await self._start_up(test, serving, stopping, on_ready)
             await asyncio.wait([*watched, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 cause = first_failure(watched)
@@ -122,14 +130,19 @@ class VllmServer:
             await _end_http(http, serving)
             del app
 
-    async def _start_up(self, llm: AsyncLLM, http: uvicorn.Server, serving: "asyncio.Task[None]",
-                        stopping: "asyncio.Task[Any]", on_ready: Callable[[str], Awaitable[None]]) -> None:  # fmt: skip
-        test = asyncio.create_task(self_test(llm), name="self-test")
-        await asyncio.wait((test, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-        if not test.done():
-            test.cancel()
+    async def _start_up(
+        self,
+        test: Coroutine[Any, Any, None],
+        serving: "asyncio.Task[None]",
+        stopping: "asyncio.Task[Any]",
+        on_ready: Callable[[str], Awaitable[None]],
+    ) -> None:
+        testing = asyncio.create_task(test, name="self-test")
+        await asyncio.wait((testing, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not testing.done():
+            testing.cancel()
             return
-        test.result()
+        testing.result()
         log.info("serving url=%s", self.url)
         await on_ready(self.url)
 
@@ -158,7 +171,7 @@ class VllmServer:
         log_config = get_uvicorn_log_config(args)
         if log_config is not None:
             options["log_config"] = log_config
-        config = uvicorn.Config(
+        config: Any = uvicorn.Config(
             app,
             host=args.host,
             port=args.port,
@@ -190,13 +203,13 @@ class VllmServer:
 
 def _names_of(model_path: str) -> frozenset[str]:
     """How workers may call the model: offline, vLLM replaces a hub name with the directory of its snapshot."""
-    names = {model_path, os.path.abspath(os.path.expanduser(model_path))}
+    names = {model_path, str(Path(model_path).expanduser().absolute())}
     if not Path(model_path).exists():
         offline = os.environ.get("HF_HUB_OFFLINE")
         os.environ["HF_HUB_OFFLINE"] = "1"
         try:
             names.add(str(get_model_path(model_path)))
-        except Exception as error:  # not in the cache: then workers use the name too
+        except Exception as error:  # noqa: BLE001  # not in the cache, whatever that raises: workers use the name too
             log.debug("model_not_cached model=%s error=%s", model_path, error)
         finally:
             if offline is None:
@@ -206,24 +219,25 @@ def _names_of(model_path: str) -> frozenset[str]:
     return frozenset(names)
 
 
-async def self_test(llm: AsyncLLM) -> None:
-    """One real generation through both pools; raises `ProxyStartError`."""
-    num_tokens = 96
-    limit = llm.model_config.max_model_len - 4
-    prompt = {"prompt_token_ids": [1 + index % 64 for index in range(max(1, min(num_tokens, limit)))]}
+async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:
+    """One real generation, through both pools if the prompt is long enough; raises `ProxyStartError`."""
+    num_prompt_tokens = max(1, min(num_prompt_tokens, llm.model_config.max_model_len - 4))
+    vocab_size = llm.model_config.get_vocab_size()
+    prompt = tokens_input([(7 * index + 3) % min(vocab_size, 512) for index in range(num_prompt_tokens)])
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    num_tokens = 0
     try:
         async with asyncio.timeout(SELF_TEST_TIMEOUT_S):
             async for output in llm.generate(prompt, params, "twinpool-self-test"):
-                if len(output.outputs[0].token_ids) == 2:
-                    return
+                num_tokens = len(output.outputs[0].token_ids)
     except TimeoutError as error:
         raise ProxyStartError(
             f"the self-test got no answer within {SELF_TEST_TIMEOUT_S:g} s; see the workers' logs"
         ) from error
-    except Exception as error:
+    except VLLMError as error:
         raise ProxyStartError(f"the self-test through both pools failed: {error}; see the workers' logs") from error
-    raise ProxyStartError("the self-test through both pools ended without two tokens; see the workers' logs")
+    if num_tokens != 2:
+        raise ProxyStartError(f"the self-test gave {num_tokens} tokens instead of 2; see the workers' logs")
 
 
 async def _end_http(http: uvicorn.Server, serving: "asyncio.Task[None]") -> None:

@@ -4,11 +4,13 @@ A worker is known by its `worker_id`; one life of its process by its `epoch`. A 
 what the old one carried is lost. Silence for `dead_after_s` means dead until it is heard again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from cluster.messages import PROTOCOL_VERSION, WorkerHello, WorkerLoad
-from proxy.scheduling.view import Role
+from proxy.flights.legbook import Workload
+from proxy.scheduling.view import PoolView, Role, WorkerView
 
 LossKind = Literal["silent", "exited", "left", "restarted", "unreachable", "rejoined"]
 
@@ -184,6 +186,36 @@ class Roster:
         """Living workers in the order of their indices."""
         living = [w for w in self.workers.values() if w.alive and role in (None, w.role)]
         return sorted(living, key=lambda w: w.index)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that every living worker accepts; unlimited if there is none."""
+        return min((w.hello.engine.max_model_len for w in self.alive()), default=1 << 62)
+
+    def promise(self, worker_id: str, num_tokens: int) -> None:
+        """Notes that a request of this size was sent to a worker; its next report will include it."""
+        worker = self.workers.get(worker_id)
+        if worker is not None:
+            worker.promised_blocks += -(-num_tokens // max(1, worker.hello.engine.block_size))
+
+    def view(self, workload: Callable[[str], Workload]) -> PoolView:
+        """The workers as placement sees them. `workload` says what each has been given."""
+        views = []
+        for worker in sorted(self.workers.values(), key=lambda w: w.index):
+            given = workload(worker.worker_id)
+            views.append(
+                WorkerView(
+                    worker_id=worker.worker_id,
+                    role=worker.role,
+                    alive=worker.alive,
+                    fingerprint=worker.hello.fingerprint,
+                    max_model_len=worker.hello.engine.max_model_len,
+                    queued_tokens=given.queued_tokens,
+                    num_requests=len(given.legs),
+                    blocks_free=worker.blocks_free,
+                )
+            )
+        return PoolView(tuple(views))
 
     def fingerprints_shared(self) -> set[str]:
         """Layouts that a living prefill and a living decode worker have in common."""

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.flight import Flight, LegKind
-from proxy.lifetime import Lifetime
+from proxy.flights.events import LegKind
+from proxy.flights.flight import Flight
+from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 
 
@@ -30,35 +31,3 @@ class Trip:
     num_outputs: int = 0
     scores: Any = None
     """Prompt scores of this request (`PromptScores`), or those a sibling got from its leader."""
-
-
-@dataclass(slots=True)
-class Leg:
-    """One engine request at one worker."""
-
-    trip: Trip
-    kind: LegKind
-    worker_id: str
-    prompt_tokens: int
-
-
-@dataclass(slots=True)
-class Workload:
-    """What the proxy has sent to one worker and what has not ended there."""
-
-    legs: set[str] = field(default_factory=set)
-    queued_tokens: int = 0
-    """Prompt tokens of its prefill legs."""
-
-
-@dataclass(slots=True)
-class Siblings:
-    """The children of one `n > 1` request: one fetches the prompt, the others wait and then find it cached."""
-
-    leader: str
-    """Request id."""
-    members: set[str]
-    waiting: list[str] = field(default_factory=list)
-    """Request ids, in order of arrival."""
-    scores: Any = None
-    """The leader's `PromptScores`, once known."""

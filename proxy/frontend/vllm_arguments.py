@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME
 
-STATUS_LINE = "proxy.status_line.StatusLine"
+STATUS_LINE = "proxy.frontend.status_line.StatusLine"
 
 # Ours are quiet by default; `server.options` may say otherwise.
 QUIET = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}

@@ -4,7 +4,7 @@ import time
 
 from cluster.status import BlockCounts, ClusterStatus, WorkerStatus
 from proxy.dispatch import Dispatcher
-from proxy.roster import Roster, Worker
+from proxy.workers.roster import Roster, Worker
 
 
 def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:

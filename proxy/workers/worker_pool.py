@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -13,8 +14,8 @@ import zmq
 from cluster import messages
 from cluster.config import LivenessConfig
 from proxy.metrics import ProxyMetrics
-from proxy.roster import Loss, Roster, Worker
-from proxy.worker_socket import Frame, WorkerSocket
+from proxy.workers.roster import Loss, Roster, Worker
+from proxy.workers.worker_socket import Frame, WorkerSocket
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -89,13 +90,13 @@ class WorkerPool:
             call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._calls[call_id] = (worker.worker_id, future)
-            future.add_done_callback(lambda _, call_id=call_id: self._calls.pop(call_id, None))
+            future.add_done_callback(partial(self._call_done, call_id))
             waits[worker.worker_id] = future
             if not self.send(worker.worker_id, messages.Utility(call_id, method, packed)):
                 future.set_exception(UtilityError(f"worker {worker.worker_id} is not reachable"))
         if not waits:
             raise UtilityError(f"no worker is alive to carry out {method}")
-        done, late = await asyncio.wait(waits.values(), timeout=timeout_s)
+        _, late = await asyncio.wait(waits.values(), timeout=timeout_s)
         for future in late:
             future.cancel()
         if late:
@@ -105,6 +106,9 @@ class WorkerPool:
         if errors:
             raise UtilityError("; ".join(errors))
         return {worker_id: future.result() for worker_id, future in waits.items()}
+
+    def _call_done(self, call_id: int, _: "asyncio.Future[Any]") -> None:
+        self._calls.pop(call_id, None)
 
     # ----------------------------------------------------------------------------------------------- receiving
 

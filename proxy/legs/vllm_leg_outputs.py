@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from proxy.flight import Finish, LegKind, LegOutput
+from proxy.flights.events import Finish, LegKind, LegOutput
 
 
 class BadOutputs(Exception):

@@ -1,0 +1,97 @@
+"""The children of `n > 1` requests share one prompt: one of them fetches it, the others follow.
+
+Pure bookkeeping: it says who must be placed, and who may follow their leader to the worker that has the prompt.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxy.flights.flight import Stage
+from proxy.flights.trip import Trip
+
+
+@dataclass(slots=True)
+class _Group:
+    leader: str
+    members: set[str]
+    waiting: list[str] = field(default_factory=list)
+    """Request ids in order of arrival."""
+    scores: Any = None
+    """The leader's prompt scores, once known; they outlive it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Siblings that may go where the prompt is."""
+
+    request_ids: tuple[str, ...]
+    worker_id: str
+    scores: Any
+
+
+class Siblings:
+    """All groups that have a living member."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def join(self, trip: Trip) -> bool:
+        """Takes a request into its group, if it has one; True if it must wait for its leader."""
+        if not trip.group:
+            return False
+        group = self._groups.get(trip.group)
+        if group is None:
+            self._groups[trip.group] = _Group(trip.request_id, {trip.request_id})
+            return False
+        group.members.add(trip.request_id)
+        if group.leader:
+            group.waiting.append(trip.request_id)
+            return True
+        group.leader = trip.request_id
+        return False
+
+    def leader_of(self, group: str) -> str:
+        """Request id of the leader; empty if there is none."""
+        known = self._groups.get(group)
+        return known.leader if known is not None else ""
+
+    def following(self, leader: Trip) -> Following | None:
+        """Who may follow now, given where `leader` stands; they wait no longer. None if nobody."""
+        group = self._groups.get(leader.group)
+        if group is None or group.leader != leader.request_id or not group.waiting or not _has_prompt(leader):
+            return None
+        group.scores = group.scores or leader.scores
+        followers, group.waiting = tuple(group.waiting), []
+        return Following(followers, leader.flight.decode, group.scores)
+
+    def leave(self, trip: Trip) -> str | None:
+        """A request has ended. Returns the request id of the sibling that leads from now on and must be placed."""
+        group = self._groups.get(trip.group)
+        if group is None:
+            return None
+        group.members.discard(trip.request_id)
+        if trip.request_id in group.waiting:
+            group.waiting.remove(trip.request_id)
+        if not group.members:
+            del self._groups[trip.group]
+            return None
+        if group.leader != trip.request_id:
+            return None
+        group.scores = group.scores or trip.scores
+        group.leader = group.waiting.pop(0) if group.waiting else ""
+        return group.leader or None
+
+
+def _has_prompt(leader: Trip) -> bool:
+    """Whether the worker that decodes for the leader has the whole prompt, or is about to compute it."""
+    match leader.flight.stage:
+        case Stage.LOCAL | Stage.DECODING:
+            return True
+        case Stage.HANDING_OVER:
+            # Its report of the hand-over is on the way; an output tells as much.
+            return leader.num_outputs > (1 if leader.shape.first_token_mode else 0)
+        case _:
+            return False

@@ -1,0 +1,1 @@
+"""vLLM's API server around the cluster."""

@@ -1,0 +1,1 @@
+"""Which workers there are, and the one socket that connects them."""
