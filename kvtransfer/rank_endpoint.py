@@ -16,9 +16,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
-from kvtransfer.endpoint.exporter import RankIdentity
-from kvtransfer.endpoint.importer import PeerKey
 from kvtransfer.endpoint.loop import EndpointLoop
+from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.export import ClosedExport
 from kvtransfer.host_messages import RankStats

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity
 from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
 from kvtransfer.export import ClosedExport, Export
 from kvtransfer.layout import CacheMap
@@ -43,15 +44,6 @@ _FAILURE_OF_OUTCOME = {
 
 
 @dataclass(frozen=True)
-class RankIdentity:
-    """This process, as peers know it."""
-
-    epoch: str
-    host_id: str
-    pid: int
-
-
-@dataclass(frozen=True)
 class _WaitingAttach:
     """It came before its export was opened."""
 
@@ -66,7 +58,8 @@ class Exporter:
         self._cache = cache
         self._identity = identity
         self._fingerprint = cache.layout.fingerprint()
-        self._reads_memory: dict[bytes, bool] = {}  # per importer that may attach
+        self._importers: dict[bytes, ImporterPeer] = {}  # those that may attach, by routing id
+        self._routing_ids: dict[str, bytes] = {}  # of the same, by their epochs
         self._exports: dict[str, Export] = {}
         self._waiting: dict[tuple[bytes, str], _WaitingAttach] = {}
         self._fetches: dict[tuple[bytes, str], deque[Fetch]] = {}  # in the order they are served, round robin
@@ -74,7 +67,7 @@ class Exporter:
         self.outbox: list[tuple[bytes, FromExporter]] = []
         self.closed: list[ClosedExport] = []
         self.started: list[str] = []
-        self.welcomed: list[tuple[bytes, int]] = []  # importers on this machine and their pids
+        self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
 
     @property
@@ -147,7 +140,7 @@ class Exporter:
         if isinstance(message, Hello):
             self._greet(importer, message)
             return
-        if importer not in self._reads_memory:
+        if importer not in self._importers:
             raise BadFrame(f"{type(message).__name__} from an importer that was not welcomed")
         match message:
             case Attach():
@@ -162,14 +155,10 @@ class Exporter:
             case Beat(transfer_ids):
                 self._beat(now_s, importer, transfer_ids)
 
-    def importer_died(self, importer: bytes) -> None:
+    def importer_died(self, epoch: str) -> None:
         """Its process is gone, so it copies nothing any more."""
-        self._reads_memory.pop(importer, None)
-        for export in list(self._exports.values()):
-            export.lease.lose(importer)
-            self._forget_fetches(export.transfer_id, importer)
-            self._close_if_over(export)
-        self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.importer != importer}
+        if importer := self._routing_ids.pop(epoch, None):
+            self._forget_importer(importer)
 
     def next_fetch(self) -> tuple[bytes, Fetch] | None:
         """The next one to serve; each transfer has its turn, whatever its size."""
@@ -226,19 +215,21 @@ class Exporter:
             self._refuse(importer, choice.why, ["links"])
             return
         reads_memory = choice.link == "host"
-        known_before = importer in self._reads_memory
-        self._reads_memory[importer] = reads_memory
+        previous = self._routing_ids.get(hello.epoch)
+        if previous is not None and previous != importer:
+            self._forget_importer(previous)  # before it greets again, an importer gives up what it did before
+        self._importers[importer] = ImporterPeer(hello.epoch, reads_memory)
+        self._routing_ids[hello.epoch] = importer
         regions = self._cache.regions(0, self._cache.layout.num_layers) if reads_memory else ()
         memory = [MemoryRegion(r.base_address, r.block_stride_bytes, r.num_blocks) for r in regions]
-        identity = self._identity
-        welcome = Welcome(identity.epoch, self._settings.rank, choice.link, choice.why, identity.pid, memory)
+        us = self._identity
+        welcome = Welcome(us.epoch, self._settings.rank, choice.link, choice.why, us.pid, memory)
         self._tell([importer], [welcome])
-        if hello.host_id == identity.host_id and hello.pid and not known_before:
-            self.welcomed.append((importer, hello.pid))
+        if previous is None and hello.pid and hello.host_id == us.host_id:
+            self.welcomed.append((hello.epoch, hello.pid))
         log.info("importer_welcomed rank=%d epoch=%s link=%s why=%r", hello.rank, hello.epoch, choice.link, choice.why)
 
     def _refuse(self, importer: bytes, reason: str, differing_fields: list[str]) -> None:
-        self._reads_memory.pop(importer, None)
         self._tell([importer], [Refused(self._identity.epoch, reason, differing_fields)])
         log.warning("importer_refused reason=%r", reason)
 
@@ -259,7 +250,7 @@ class Exporter:
         elif export.lease.state not in READABLE_STATES:
             self._tell([importer], [Failed(transfer_id, "aborted", f"the export is {export.lease.state.value}")])
         else:
-            export.lease.attach(importer, self._reads_memory[importer])
+            export.lease.attach(importer, self._importers[importer].reads_memory)
             export.lease.renew(now_s + self._settings.lease_renew_s)
             self._tell([importer], [Attached(transfer_id, export.lease.until_s), *export.so_far()])
 
@@ -295,6 +286,14 @@ class Exporter:
             self._forget_fetches(transfer_id, importer)
             export.lease.release(importer)
             self._close_if_over(export)
+
+    def _forget_importer(self, importer: bytes) -> None:
+        self._importers.pop(importer, None)
+        for export in list(self._exports.values()):
+            self._forget_fetches(export.transfer_id, importer)
+            export.lease.lose(importer)
+            self._close_if_over(export)
+        self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.importer != importer}
 
     def _fail_importers(self, export: Export, kind: str, reason: str) -> None:
         self._tell(export.lease.importers, [Failed(export.transfer_id, kind, reason)])

@@ -1,21 +1,20 @@
 """All imports of one rank and the exporters they come from: messages in, messages and copies out. No sockets, no clock.
 
-The endpoint's thread is the only caller. An exporter is known by address *and* epoch: a process that was restarted on
-the same address is another one.
+The endpoint's thread is the only caller.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
-from kvtransfer.endpoint.exporter import RankIdentity
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece, regions_of
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece
-from kvtransfer.layout import CacheMap, Region
+from kvtransfer.layout import CacheMap
 from kvtransfer.messages import (
     Attach,
     Attached,
@@ -28,7 +27,6 @@ from kvtransfer.messages import (
     FromExporter,
     FromImporter,
     Hello,
-    MemoryRegion,
     Ready,
     Refused,
     Release,
@@ -44,12 +42,6 @@ _COPY_CHUNKS = 16
 _EARLY_TOKENS_KEPT = 1024
 
 
-@dataclass(frozen=True)
-class PeerKey:
-    address: str
-    epoch: str
-
-
 class Memory(Protocol):
     """What the importer has done to memory at once."""
 
@@ -60,26 +52,6 @@ class Memory(Protocol):
         """Write the bytes of `piece` into our blocks. Raises ValueError when their number is wrong."""
 
 
-@dataclass
-class _Peer:
-    """An exporter. `link` is empty until it is agreed on; `refusal` is set when it never will be."""
-
-    key: PeerKey
-    links: list[str]
-    answer_until_s: float | None
-    """When `Hello` or `Beat` must have been answered; None when nothing is asked."""
-    next_beat_s: float
-    link: str = ""
-    why: str = ""
-    refusal: str = ""
-    pid: int = 0
-    layers: tuple[tuple[Region, ...], ...] = ()
-    imports: dict[str, Import] = field(default_factory=dict)  # those that still want something of it
-    with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch, in turn
-    fetches: dict[int, tuple[Import, Piece, float]] = field(default_factory=dict)  # and when each was sent
-    last_blocks_s: float = 0.0
-
-
 class Importer:
     def __init__(self, settings: EndpointSettings, cache: CacheMap, identity: RankIdentity, memory: Memory) -> None:
         self._settings = settings
@@ -87,7 +59,8 @@ class Importer:
         self._identity = identity
         self._memory = memory
         self._imports: dict[str, Import] = {}
-        self._peers: dict[PeerKey, _Peer] = {}
+        self._peers: dict[PeerKey, ExporterPeer] = {}
+        self._peer_of: dict[str, ExporterPeer] = {}  # by transfer, while the import wants something of it
         self._copying: dict[int, Import] = {}
         self._early_tokens: dict[str, int] = {}
         self._last_piece_id = 0
@@ -105,7 +78,7 @@ class Importer:
 
     @property
     def needs_sweep(self) -> bool:
-        return any(peer.imports or peer.answer_until_s is not None for peer in self._peers.values())
+        return any(peer.imports or peer.answer_until_s < math.inf for peer in self._peers.values())
 
     def peers(self) -> dict[str, str]:
         """Per address: the link and why, or the refusal."""
@@ -140,6 +113,7 @@ class Importer:
             self._settle(opened)
             return
         peer.imports[transfer_id] = opened
+        self._peer_of[transfer_id] = peer
         if peer.link:
             self._attach(now_s, peer, opened)
 
@@ -148,9 +122,8 @@ class Importer:
             log.warning("import_unknown transfer=%s verb=placed", transfer_id)
             return
         placed.place(first_block, block_ids, now_s)
-        for peer in self._peers.values():
-            if transfer_id in peer.imports:
-                peer.with_work[transfer_id] = placed
+        if peer := self._peer_of.get(transfer_id):
+            peer.with_work[transfer_id] = placed
         self._settle(placed)
 
     def give_first_token(self, now_s: float, transfer_id: str, token: int) -> None:
@@ -185,11 +158,11 @@ class Importer:
                 self._welcomed(now_s, peer, message)
             case Refused(_, reason, differing_fields):
                 peer.refusal = f"{reason} (differing: {', '.join(differing_fields) or 'unknown'})"
-                peer.answer_until_s = None
+                peer.answer_until_s = math.inf
                 log.warning("exporter_refused address=%s reason=%r", key.address, peer.refusal)
                 self._fail_all(peer, "refused", peer.refusal)
             case BeatAck(lease_until_s, transfer_ids, unknown_ids):
-                peer.answer_until_s = None
+                peer.answer_until_s = math.inf
                 for transfer_id in transfer_ids:
                     if held := peer.imports.get(transfer_id):
                         held.lease_until_s = max(held.lease_until_s, lease_until_s)
@@ -229,17 +202,9 @@ class Importer:
                     break
                 _, reader, piece = work
                 peer.fetches[piece.piece_id] = (reader, piece, now_s)
-                self._tell(
-                    peer,
-                    Fetch(
-                        piece.transfer_id,
-                        piece.attempt,
-                        piece.piece_id,
-                        piece.first_layer,
-                        piece.num_layers,
-                        list(piece.source_ids),
-                    ),
-                )
+                layers = (piece.first_layer, piece.num_layers)
+                fetch = Fetch(piece.transfer_id, piece.attempt, piece.piece_id, *layers, list(piece.source_ids))
+                self._tell(peer, fetch)
         readable = [peer for peer in self._peers.values() if peer.link == "host"]
         while readable and len(self._copying) < _COPIES_AT_ONCE:
             if not (work := self._next_piece(readable, self._settings.chunk_bytes * _COPY_CHUNKS)):
@@ -247,112 +212,80 @@ class Importer:
             peer, reader, piece = work
             readable = [*(other for other in readable if other is not peer), peer]
             self._copying[piece.piece_id] = reader
-            sources = peer.layers[piece.first_layer : piece.first_layer + piece.num_layers]
-            regions = tuple(region for layer in sources for region in layer)
-            self.copies.append(CopyJob(piece, peer.pid, regions))
+            self.copies.append(CopyJob(piece, peer.pid, peer.regions(piece)))
 
     def sweep(self, now_s: float) -> None:
         for peer in list(self._peers.values()):
-            if peer.answer_until_s is not None and peer.answer_until_s <= now_s:
+            if peer.answer_until_s <= now_s:
                 self._lose(peer, f"no answer for {self._settings.peer_lost_after_s:g} s")
                 continue
             if peer.link and peer.imports and peer.next_beat_s <= now_s:
                 self._tell(peer, Beat(list(peer.imports)))
                 peer.next_beat_s = now_s + self._settings.beat_s
-                if peer.answer_until_s is None:
+                if peer.answer_until_s == math.inf:
                     peer.answer_until_s = now_s + self._settings.peer_lost_after_s
             stalled_s = self._settings.stalled_after_s
             for reader, _, sent_s in list(peer.fetches.values()):
                 if sent_s + stalled_s <= now_s:
                     self._fail(peer, reader.transfer_id, "transport", f"a fetch had no answer for {stalled_s:g} s")
 
-    def _greet(self, now_s: float, key: PeerKey, links: list[str]) -> _Peer:
+    def _greet(self, now_s: float, key: PeerKey, links: list[str]) -> ExporterPeer:
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = _Peer(key, links, None, now_s + self._settings.beat_s)
+            peer = self._peers[key] = ExporterPeer(key, links, math.inf, now_s + self._settings.beat_s)
         peer.links = links
         peer.answer_until_s = now_s + self._settings.peer_lost_after_s
-        layout, identity = self._cache.layout, self._identity
-        self._tell(
-            peer,
-            Hello(
-                identity.epoch,
-                self._settings.rank,
-                layout.fingerprint(),
-                layout.fields(),
-                identity.host_id,
-                links,
-                identity.pid,
-            ),
-        )
+        layout, mine = self._cache.layout, self._identity
+        rank, fingerprint = self._settings.rank, layout.fingerprint()
+        self._tell(peer, Hello(mine.epoch, rank, fingerprint, layout.fields(), mine.host_id, links, mine.pid))
         return peer
 
-    def _welcomed(self, now_s: float, peer: _Peer, welcome: Welcome) -> None:
-        peer.answer_until_s = None
+    def _welcomed(self, now_s: float, peer: ExporterPeer, welcome: Welcome) -> None:
         if welcome.epoch != peer.key.epoch:
             self._lose(peer, f"the exporter there is epoch {welcome.epoch} now: it was restarted")
             return
-        why = welcome.why
+        if welcome.link not in peer.links:
+            raise BadFrame(f"welcome with link {welcome.link!r}, which was not offered")
         if welcome.link == "host":
-            peer.layers = self._regions_there(welcome.regions)
+            peer.layers = regions_of(welcome.regions, self._cache.layout)
             reason = self._memory.why_unreadable(welcome.pid, welcome.regions[0].base_address)
             if reason:
                 log.warning("host_link_unusable address=%s reason=%r", peer.key.address, reason)
+                peer.layers = ()
                 peer.why = f"; not host: {reason}"
                 self._greet(now_s, peer.key, [link for link in peer.links if link != "host"])
                 return
-        elif welcome.link not in peer.links:
-            raise BadFrame(f"welcome with link {welcome.link!r}, which was not offered")
-        peer.link, peer.why, peer.pid = welcome.link, why + peer.why, welcome.pid
+        peer.answer_until_s = math.inf
+        peer.link, peer.why, peer.pid = welcome.link, welcome.why + peer.why, welcome.pid
         log.info("exporter_welcomed_us address=%s link=%s why=%r", peer.key.address, peer.link, peer.why)
         for waiting in list(peer.imports.values()):
             self._attach(now_s, peer, waiting)
 
-    def _regions_there(self, regions: list[MemoryRegion]) -> tuple[tuple[Region, ...], ...]:
-        """The exporter's regions per layer; equal fingerprints mean equal runs."""
-        runs_per_layer = self._cache.layout.block_runs
-        if len(regions) != sum(len(runs) for runs in runs_per_layer):
-            raise BadFrame(f"welcome with {len(regions)} memory regions for {runs_per_layer}")
-        following = iter(regions)
-        return tuple(
-            tuple(
-                Region(there.base_address, there.block_stride_bytes, run_bytes, there.num_blocks)
-                for run_bytes, there in zip(runs, following, strict=False)
-            )
-            for runs in runs_per_layer
-        )
-
-    def _attach(self, now_s: float, peer: _Peer, attached: Import) -> None:
+    def _attach(self, now_s: float, peer: ExporterPeer, attached: Import) -> None:
         if len(peer.imports) == 1:
             peer.next_beat_s = now_s + self._settings.beat_s
         attached.link = peer.link
-        self._tell(
-            peer,
-            Attach(
-                attached.transfer_id,
-                peer.key.epoch,
-                attached.num_tokens,
-                attached.prompt_hash,
-                attached.wants_first_token,
-            ),
+        wants_first_token = attached.wants_first_token
+        attach = Attach(
+            attached.transfer_id, peer.key.epoch, attached.num_tokens, attached.prompt_hash, wants_first_token
         )
+        self._tell(peer, attach)
 
-    def _progress(self, now_s: float, peer: _Peer, told: Import, message: Attached | Ready | Done) -> None:
+    def _progress(self, now_s: float, peer: ExporterPeer, told: Import, message: Attached | Ready | Done) -> None:
         match message:
             case Attached(_, lease_until_s):
                 told.lease_until_s = max(told.lease_until_s, lease_until_s)
             case Ready():
-                num_there = peer.layers[0][0].num_blocks if peer.layers else 1 << 31
-                if not all(0 <= block_id < num_there for block_id in message.block_ids):
-                    raise BadFrame(f"ready with blocks outside of the exporter's {num_there}")
+                if not all(map(peer.has_block, message.block_ids)):
+                    raise BadFrame("ready with blocks that the exporter's cache has not")
                 told.on_ready(message)
-                self._forget_fetches(peer, told, before_attempt=told.attempt)
+                peer.forget_fetches(told, before_attempt=told.attempt)
             case Done():
                 told.on_done(message, now_s)
         peer.with_work[told.transfer_id] = told
         self._settle(told)
 
-    def _arrived(self, now_s: float, peer: _Peer, blocks: Blocks, payload: memoryview) -> None:
+    def _arrived(self, now_s: float, peer: ExporterPeer, blocks: Blocks, payload: memoryview) -> None:
         if blocks.fetch_id not in peer.fetches:
             return  # of an attempt or a transfer that is over
         reader, piece, sent_s = peer.fetches[blocks.fetch_id]
@@ -370,71 +303,53 @@ class Importer:
         self.copy_s[link] = self.copy_s.get(link, 0.0) + copy_s
         reader.piece_ended(piece, now_s, copy_s, is_valid)
 
-    def _next_piece(self, peers: list[_Peer], max_bytes: int) -> tuple[_Peer, Import, Piece] | None:
-        for peer in peers:
-            while peer.with_work:
-                transfer_id, reader = next(iter(peer.with_work.items()))
-                del peer.with_work[transfer_id]
-                if piece := reader.next_piece(self._last_piece_id + 1, max_bytes):
-                    self._last_piece_id += 1
-                    peer.with_work[transfer_id] = reader  # at the end: others first
-                    return peer, reader, piece
-        return None
+    def _next_piece(self, peers: list[ExporterPeer], max_bytes: int) -> tuple[ExporterPeer, Import, Piece] | None:
+        self._last_piece_id += 1
+        return next_piece(peers, self._last_piece_id, max_bytes)
 
-    def _fail(self, peer: _Peer, transfer_id: str, kind: str, reason: str) -> None:
+    def _fail(self, peer: ExporterPeer, transfer_id: str, kind: str, reason: str) -> None:
         if failed := peer.imports.get(transfer_id):
             failed.fail(kind, reason)
             self._settle(failed)
 
-    def _fail_all(self, peer: _Peer, kind: str, reason: str) -> None:
+    def _fail_all(self, peer: ExporterPeer, kind: str, reason: str) -> None:
         """Nothing is sent to it any more, not even releases."""
         imports, peer.imports, peer.with_work = list(peer.imports.values()), {}, {}
         for failed in imports:
-            self._forget_fetches(peer, failed)
+            del self._peer_of[failed.transfer_id]
+            peer.forget_fetches(failed)
             failed.fail(kind, reason)
             self._settle(failed)
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
-        log.warning("exporter_lost address=%s epoch=%s reason=%r", peer.key.address, peer.key.epoch, reason)
+    def _lose(self, peer: ExporterPeer, reason: str) -> None:
+        level = logging.WARNING if peer.imports else logging.INFO
+        log.log(level, "exporter_lost address=%s epoch=%s reason=%r", peer.key.address, peer.key.epoch, reason)
         del self._peers[peer.key]
         self.outbox = [(key, message) for key, message in self.outbox if key != peer.key]
         self.lost.append(peer.key)
         self._fail_all(peer, "peer_lost", f"exporter at {peer.key.address} lost: {reason}")
 
-    def _forget_fetches(self, peer: _Peer, reader: Import, before_attempt: int | None = None) -> None:
-        """Late answers are dropped unread, so nothing is being written for these from now on."""
-        for fetch_id, (other, piece, _) in list(peer.fetches.items()):
-            if other is reader and (before_attempt is None or piece.attempt < before_attempt):
-                del peer.fetches[fetch_id]
-                del reader.in_flight[fetch_id]
-
     def _settle(self, settled: Import) -> None:
         """Release the exporter once nothing is wanted of it, and close the import once it is over."""
-        for peer in self._peers.values():
-            if peer.imports.get(settled.transfer_id) is settled:
-                if settled.is_over:
-                    self._forget_fetches(peer, settled)
-                if not settled.wants_exporter:
-                    del peer.imports[settled.transfer_id]
-                    peer.with_work.pop(settled.transfer_id, None)
-                    if peer.link:
-                        self._tell(peer, Release(settled.transfer_id))
-                break
-        if self._imports.get(settled.transfer_id) is settled and (closed := settled.closing()):
-            del self._imports[settled.transfer_id]
+        transfer_id = settled.transfer_id
+        if peer := self._peer_of.get(transfer_id):
+            if settled.is_over:
+                peer.forget_fetches(settled)
+            if not settled.wants_exporter:
+                del self._peer_of[transfer_id], peer.imports[transfer_id]
+                peer.with_work.pop(transfer_id, None)
+                if peer.link:
+                    self._tell(peer, Release(transfer_id))
+        if transfer_id in self._imports and (closed := settled.closing()):
+            del self._imports[transfer_id]
             self.closed.append(closed)
             if closed.failure_kind:
                 self.failures[closed.failure_kind] += 1
             log.info(
                 "import_closed transfer=%s outcome=%s kind=%s reason=%r link=%s bytes=%d done_to_loaded_s=%.4f",
-                closed.transfer_id,
-                closed.outcome,
-                closed.failure_kind,
-                closed.reason,
-                closed.link,
-                closed.bytes_moved,
+                transfer_id, closed.outcome, closed.failure_kind, closed.reason, closed.link, closed.bytes_moved,
                 closed.done_to_loaded_s,
-            )
+            )  # fmt: skip
 
-    def _tell(self, peer: _Peer, message: FromImporter) -> None:
+    def _tell(self, peer: ExporterPeer, message: FromImporter) -> None:
         self.outbox.append((peer.key, message))

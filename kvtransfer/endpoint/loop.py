@@ -10,13 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
 import zmq
 
+from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.copy_thread import CopyThread
-from kvtransfer.endpoint.exporter import Exporter, RankIdentity
+from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
 from kvtransfer.endpoint.host_reports import HostReports
-from kvtransfer.endpoint.importer import Importer, PeerKey
+from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import PeerSocket, Wakeup, bind_exporter, waiting_messages
 from kvtransfer.export import ClosedExport
@@ -25,7 +28,7 @@ from kvtransfer.imports import ClosedImport, Piece
 from kvtransfer.layout import CacheMap
 from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
-from kvtransfer.links.zmq_frames import StagingRing, gather, scatter
+from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, Fetch
 
 log = logging.getLogger("twinpool.kvtransfer")
@@ -71,9 +74,9 @@ class EndpointLoop:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router, self.address = bind_exporter(self._context, settings)
         self._peers: dict[PeerKey, PeerSocket] = {}
-        self._pidfds: dict[int, bytes] = {}  # process descriptor of an importer -> its routing id
+        self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
-        self._staging = StagingRing(self._largest_payload, 2 * settings.fetch_window)
+        self._scratch = np.empty(self._largest_payload, dtype=np.uint8)
         self._copier = CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
         self._reports = HostReports(
             self._context, settings, cache, identity, self.address, self.exporter, self.importer
@@ -185,8 +188,8 @@ class EndpointLoop:
             self.exporter.receive(now_s, importer, from_importer(frames[1].buffer))
         except BadFrame as error:
             self._count_bad_frame(error)
-        for welcomed, pid in self.exporter.welcomed:
-            self._watch(welcomed, pid)
+        for epoch, pid in self.exporter.welcomed:
+            self._watch(epoch, pid)
         self.exporter.welcomed.clear()
 
     def _from_exporter(self, key: PeerKey, frames: list[zmq.Frame], now_s: float) -> None:
@@ -217,19 +220,17 @@ class EndpointLoop:
 
     def _send_blocks(self, importer: bytes, fetch: Fetch, now_s: float) -> None:
         regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
-        buffer = self._staging.take(len(fetch.block_ids) * sum(region.run_bytes for region in regions))
-        payload = gather(fetch.block_ids, regions, buffer)
+        num_bytes = payload_bytes(len(fetch.block_ids), regions)
+        if num_bytes > self._scratch.nbytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        payload = gather(fetch.block_ids, regions, self._scratch)
         # The engine may have given the blocks up meanwhile. It says so before they are written again, so what
         # it has said by now decides whether these bytes may be trusted.
         self._run_commands(now_s)
         self._flush()
-        if not self.exporter.may_serve(fetch):
-            self._staging.put_back(buffer)
-            return
-        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, len(payload)))
-        self._router.send_multipart([importer, header], zmq.SNDMORE)
-        if tracker := self._router.send(payload, copy=False, track=True):
-            self._staging.sent(buffer, tracker)
+        if self.exporter.may_serve(fetch):
+            header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, num_bytes))
+            self._router.send_multipart([importer, header, payload])
 
     def _flush(self) -> None:
         """Carry out what was decided, in the order in which it was."""
@@ -240,8 +241,9 @@ class EndpointLoop:
                 peer.close(linger_ms=0)
         for job in self.importer.copies:
             self._copier.submit(job)
-        for key, from_us in self.importer.outbox:
-            self._peer(key).socket.send(encode(from_us))
+        for key, from_us in self.importer.outbox[:]:
+            if peer := self._peer(key):
+                peer.socket.send(encode(from_us))
         for importer, to_importer in self.exporter.outbox:
             self._router.send_multipart([importer, encode(to_importer)])
         exports, imports = self.exporter.closed[:], self.importer.closed[:]
@@ -254,25 +256,32 @@ class EndpointLoop:
         if exports or imports:
             self._on_closed(exports, imports)
 
-    def _peer(self, key: PeerKey) -> PeerSocket:
-        if key not in self._peers:
+    def _peer(self, key: PeerKey) -> PeerSocket | None:
+        """The socket to an exporter, opened when first needed; None if its address is no address."""
+        if key in self._peers:
+            return self._peers[key]
+        try:
             peer = PeerSocket(self._context, key.address, self._settings, self._largest_payload)
-            self._peers[key] = peer
-            self._poller.register(peer.socket, zmq.POLLIN)
-            self._poller.register(peer.monitor, zmq.POLLIN)
-        return self._peers[key]
+        except zmq.ZMQError as error:
+            self.importer.exporter_lost(key, f"cannot connect: {error.strerror}")
+            self.wakeup.set()  # what that decided goes out in the next turn
+            return None
+        self._peers[key] = peer
+        self._poller.register(peer.socket, zmq.POLLIN)
+        self._poller.register(peer.monitor, zmq.POLLIN)
+        return peer
 
-    def _watch(self, importer: bytes, pid: int) -> None:
+    def _watch(self, epoch: str, pid: int) -> None:
         """Learn at once when an importer on this machine dies: it cannot be reading our memory any more."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self.exporter.importer_died(importer)
+            self.exporter.importer_died(epoch)
             return
         except OSError as error:  # without it the lease decides
             log.info("importer_not_watched pid=%d reason=%r", pid, str(error))
             return
-        self._pidfds[pidfd] = importer
+        self._pidfds[pidfd] = epoch
         self._poller.register(pidfd, zmq.POLLIN)
 
     def _close(self, linger_ms: int) -> None:

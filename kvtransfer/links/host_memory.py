@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -77,8 +78,8 @@ def allow_reading() -> None:
 
 def host_id() -> str:
     """Equal in two processes that run on one machine and mean the same process by one pid."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def _read_some(pid: int, sources: Addresses, targets: Addresses, lengths: Addresses) -> None:

@@ -1,14 +1,14 @@
 """Link `zmq`: blocks gathered into one buffer per message at the exporter, scattered from it at the importer.
 
 No cache block is ever referenced by a message, so ZMQ's own threads never read one that may since have been freed.
+One buffer serves all messages: it stays in the processor's cache, and copying it into the message is faster there than
+ZMQ's zero-copy path, which takes a message to another thread to give its buffer back.
 """
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from kvtransfer.copy_plan import CopyPlan, payload_bytes, plan_gather, plan_scatter
@@ -43,32 +43,3 @@ def _move(plan: CopyPlan) -> None:
     for target, source, length in pieces:
         move = _memmove_without_gil if length >= _RELEASE_GIL_FROM_BYTES else _memmove_with_gil
         move(target, source, length)
-
-
-@dataclass
-class StagingRing:
-    """Send buffers, used again once ZMQ is done with them: a fresh one would cost a page fault per 4 KiB."""
-
-    buffer_bytes: int
-    """Smallest size to allocate."""
-    max_idle: int
-    _sending: list[tuple[NDArray[np.uint8], zmq.MessageTracker]] = field(default_factory=list)
-    _idle: list[NDArray[np.uint8]] = field(default_factory=list)
-
-    def take(self, num_bytes: int) -> NDArray[np.uint8]:
-        """A buffer of at least that size, for `sent` or `put_back`."""
-        for buffer, tracker in self._sending:
-            if tracker.done:
-                self.put_back(buffer)
-        self._sending = [sending for sending in self._sending if not sending[1].done]
-        for index, buffer in enumerate(self._idle):
-            if buffer.nbytes >= num_bytes:
-                return self._idle.pop(index)
-        return np.empty(max(num_bytes, self.buffer_bytes), dtype=np.uint8)
-
-    def sent(self, buffer: NDArray[np.uint8], tracker: zmq.MessageTracker) -> None:
-        """ZMQ reads the buffer until `tracker` says otherwise."""
-        self._sending.append((buffer, tracker))
-
-    def put_back(self, buffer: NDArray[np.uint8]) -> None:
-        self._idle = [buffer, *self._idle][: self.max_idle]
