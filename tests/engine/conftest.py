@@ -13,8 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.embedded_model import ensure_embedded_model
+from lab.launches import twinpool
+from lab.server_process import Server, free_port
 from tests.engine.golden import Golden, record
-from tests.engine.servers import Server, cluster_config, free_port, single_vllm, twinpool
+from tests.engine.servers import cluster_config, single_vllm
 from tests.engine.text import prompt_of
 
 MODEL_OVERRIDE = "TWINPOOL_TEST_MODEL"

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from lab.server_process import Server
 from tests.engine.raw_cases import RAW_CASES, RawReply, send_raw
 from tests.engine.replies import Case, Reply, openai_client, send
 from tests.engine.reply_cases import REFUSALS, REPLY_CASES
-from tests.engine.servers import Server, reset_prefix_caches
+from tests.engine.servers import http, reset_prefix_caches
 from tests.engine.token_cases import TOKEN_CASES, TokenReply, generate
 
 
@@ -39,7 +40,7 @@ def record(server: Server, encode_prompt: Callable[[int, int], Sequence[int]]) -
     replies = {case.name: send_as_told(server, case) for case in (*REPLY_CASES, *REFUSALS)}
     cold: dict[str, TokenReply] = {}
     warm: dict[str, TokenReply] = {}
-    with server.http() as client:
+    with http(server) as client:
         raw = {case.name: send_raw(client, case) for case in RAW_CASES}
         for case in TOKEN_CASES:
             prompt = encode_prompt(case.seed, case.num_tokens)

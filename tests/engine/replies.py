@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import openai
 
-from tests.engine.servers import REQUEST_DEADLINE_S, Server
+from lab.server_process import Server
+from tests.engine.servers import REQUEST_DEADLINE_S
 
 Json = Any
 Route = Literal["chat", "completions", "responses"]

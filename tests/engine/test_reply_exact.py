@@ -8,12 +8,13 @@ import httpx
 import openai
 import pytest
 
+from lab.server_process import Server
 from tests.engine.golden import Golden, send_as_told
 from tests.engine.observed import Moved, counters, wait_until
 from tests.engine.raw_cases import RAW_CASES, RawCase, send_raw
 from tests.engine.replies import Case, difference, openai_client
 from tests.engine.reply_cases import CAPITAL, LETTER, REFUSALS, REPLY_CASES
-from tests.engine.servers import CHUNK, MODEL_NAME, REQUEST_DEADLINE_S, Server, reset_prefix_caches
+from tests.engine.servers import CHUNK, MODEL_NAME, REQUEST_DEADLINE_S, http, reset_prefix_caches
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
 
@@ -56,7 +57,7 @@ def test_raw_reply_is_a_single_vllm_servers(case: RawCase, golden: Golden, clust
     theirs = golden.raw[case.name]
     reset_prefix_caches(cluster)
 
-    with cluster.http() as client:
+    with http(cluster) as client:
         ours = send_raw(client, case)
 
     assert (ours.status, ours.headers) == (theirs.status, theirs.headers)
@@ -166,7 +167,7 @@ def test_token_in_token_out_refuses_kv_transfer_params_too(place: str, zmq_clust
         body |= {"sampling_params": {"max_tokens": 4, "extra_args": {"kv_transfer_params": SMUGGLED}}}
     before = counters(zmq_cluster.url)
 
-    with zmq_cluster.http() as client:
+    with http(zmq_cluster) as client:
         answer = client.post("/inference/v1/generate", json=body)
 
     assert answer.status_code == 400, answer.text

@@ -4,10 +4,11 @@ import concurrent.futures
 
 import pytest
 
+from lab.server_process import Server
 from tests.engine.conftest import PromptMaker
 from tests.engine.golden import Golden
 from tests.engine.observed import Moved, worker
-from tests.engine.servers import BLOCK, PREFILL_BLOCKS, Server, reset_prefix_caches
+from tests.engine.servers import BLOCK, PREFILL_BLOCKS, http, reset_prefix_caches
 from tests.engine.token_cases import TOKEN_CASES, TokenCase, TokenReply, generate
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
@@ -28,7 +29,7 @@ def _tell_apart(ours: TokenReply, theirs: TokenReply) -> str:
 def _ask(server: Server, link: str, case: TokenCase, prompt: list[int], *, stream: bool) -> tuple[TokenReply, int]:
     """The reply and the blocks that moved for it; fails unless the whole prompt was prefilled by P."""
     moved = Moved(server.url, link)
-    with server.http() as client:
+    with http(server) as client:
         reply = generate(client, prompt, case.max_tokens, stream=stream)
     moved.wait_for_handovers()
     assert moved.remote_tokens == case.num_tokens
@@ -74,7 +75,7 @@ def test_tokens_are_exact_when_only_p_has_the_prefix(
 ) -> None:
     reset_prefix_caches(cluster)
     prompt = make_prompt(case.seed, case.num_tokens)
-    with cluster.http() as client:
+    with http(cluster) as client:
         generate(client, prompt, 1, stream=False)  # one token: P answers alone, D never sees it
 
     reply, moved = _ask(cluster, "host", case, prompt, stream=False)
@@ -86,7 +87,7 @@ def test_tokens_are_exact_when_only_p_has_the_prefix(
 def test_tokens_are_exact_when_only_d_has_the_prefix(golden: Golden, cluster: Server, make_prompt: PromptMaker) -> None:
     reset_prefix_caches(cluster)
     prompts = {case: make_prompt(case.seed, case.num_tokens) for case in EDGES}
-    with cluster.http() as client:
+    with http(cluster) as client:
         for case, prompt in prompts.items():
             generate(client, prompt, case.max_tokens, stream=False)
         # Prompts that are answered by P alone push everything else out of its cache, and leave D's as it is.
@@ -107,7 +108,7 @@ def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
     moved = Moved(cluster.url, "host")
 
     def ask(case: TokenCase) -> TokenReply:
-        with cluster.http() as client:
+        with http(cluster) as client:
             return generate(client, make_prompt(case.seed, case.num_tokens), case.max_tokens, stream=True)
 
     with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:

@@ -1,0 +1,1 @@
+"""Measures the system from outside: load, comparisons with a bare engine, reports."""

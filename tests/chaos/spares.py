@@ -1,0 +1,103 @@
+"""Keeps one worker of each pool at work and the others frozen, so that one start serves many deaths.
+
+A frozen worker (SIGSTOP on all its processes) falls silent and is given up by the proxy; thawed, it reports
+again and is taken back. That is behaviour worth a test by itself, and a hundred times cheaper than a new start.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+
+from lab.server_process import Server
+from tests.engine.observed import status, wait_until, worker
+
+KINDS = ("host", "core", "rank")
+
+
+class SparedCluster:
+    """A cluster whose spare workers stand still."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.url = server.url
+        # Kept from the start: the tree of a worker falls apart when its host dies.
+        self._processes = {
+            item.worker_id: [item.pid, *(child.pid for child in psutil.Process(item.pid).children(recursive=True))]
+            for item in status(server.url).workers
+        }
+        self._spare: dict[str, list[str]] = {"prefill": [], "decode": []}
+        for worker_id in sorted(self._processes):
+            role = worker_id.rpartition("-")[0]
+            if worker_id.endswith("-0"):
+                continue
+            self._signal(worker_id, signal.SIGSTOP)
+            self._spare[role].append(worker_id)
+        wait_until("the frozen workers are given up", lambda: self.alive("prefill") == ["prefill-0"], 15)
+        wait_until("the frozen workers are given up", lambda: self.alive("decode") == ["decode-0"], 15)
+
+    def alive(self, role: str) -> list[str]:
+        return [item.worker_id for item in status(self.url).workers if item.role == role and item.state == "ready"]
+
+    def pair(self) -> tuple[str, str]:
+        """The prefill and the decode worker that work now; a missing one is replaced by a spare."""
+        for role, spare in self._spare.items():
+            if not self.alive(role):
+                if not spare:
+                    raise LookupError(f"no spare {role} worker is left")
+                self._signal(spare.pop(0), signal.SIGCONT)
+                self._wait_for_one(role)
+        return self.alive("prefill")[0], self.alive("decode")[0]
+
+    def _wait_for_one(self, role: str) -> None:
+        wait_until(f"a {role} worker is taken back", lambda: bool(self.alive(role)), 15)
+
+    def kill(self, worker_id: str, kind: str) -> None:
+        """SIGKILL to one process of a worker: its `host`, its engine `core`, or its only `rank`."""
+        os.kill(self._process(worker_id, kind), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def frozen_rank(self, worker_id: str) -> Iterator[None]:
+        pid = self._process(worker_id, "rank")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def whole(self, worker_id: str) -> bool:
+        """Nothing runs there and every block is free."""
+        item = worker(self.url, worker_id)
+        blocks = item.blocks
+        assert blocks.free + blocks.used + blocks.leased == blocks.total > 0, item
+        return blocks.free == blocks.total and not (
+            item.running or item.waiting or item.exports_open or item.imports_open
+        )
+
+    def processes_of(self, worker_id: str) -> list[int]:
+        """Those that live."""
+        return [pid for pid in self._processes[worker_id] if psutil.pid_exists(pid) and _lives(pid)]
+
+    def _process(self, worker_id: str, kind: str) -> int:
+        if kind == "host":
+            return self._processes[worker_id][0]
+        title = {"core": "VLLM::EngineCor", "rank": "VLLM::Worker"}[kind]
+        found = [pid for pid in self._processes[worker_id] if title in " ".join(psutil.Process(pid).cmdline())]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} processes of {worker_id} are called {title}, expected one")
+        return found[0]
+
+    def _signal(self, worker_id: str, signal_: signal.Signals) -> None:
+        for pid in self._processes[worker_id]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

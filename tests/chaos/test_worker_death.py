@@ -1,0 +1,166 @@
+"""A worker that is killed costs its requests at most an error that names the cause, and the others nothing.
+
+Each death meets four requests at once: one that decodes, one whose blocks are being handed over, one whose
+prompt P computes, and one that waits in P's queue.
+"""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from lab.server_process import wait_for_no_process
+from tests.chaos.conftest import PromptMaker
+from tests.chaos.spares import KINDS, SparedCluster
+from tests.engine.observed import status, wait_until, worker
+from tests.engine.servers import MODEL_NAME, http
+from tests.engine.token_cases import generate
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the start of six engines
+
+ERROR_WITHIN_S = 5.0
+DONE_WITHIN_S = 40.0
+BACK_WITHIN_S = 10.0
+
+STAGES = {
+    # Stage when the worker dies: article, prompt tokens, tokens to generate.
+    "decoding": (2001, 40, 150),
+    "handing over": (2002, 300, 8),
+    "computing": (2003, 900, 8),
+    "queued": (2004, 250, 8),
+}
+
+
+@dataclass
+class Fate:
+    """How one request ended."""
+
+    token_ids: list[int]
+    finish_reason: str | None = None
+    error: str = ""
+    status: int = 200
+    ended_s: float = 0.0
+
+
+async def _follow(url: str, prompt: list[int], max_tokens: int, fate: Fate) -> Fate:
+    body = {
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "return_token_ids": True,
+    }  # fmt: skip
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=DONE_WITHIN_S) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        fate.status = answer.status_code
+        if fate.status != 200:
+            fate.error = (await answer.aread()).decode()
+        else:
+            async for line in answer.aiter_lines():
+                _take(fate, line)
+    fate.ended_s = time.monotonic()
+    return fate
+
+
+def _take(fate: Fate, line: str) -> None:
+    if not line.startswith("data: {"):
+        return
+    event = json.loads(line.removeprefix("data: "))
+    if "error" in event:
+        fate.error = json.dumps(event["error"])
+        return
+    for choice in event["choices"]:
+        fate.token_ids += choice["token_ids"] or []
+        fate.finish_reason = choice["finish_reason"] or fate.finish_reason
+
+
+async def _until_tokens(fate: Fate, number: int) -> None:
+    what = f"{number} tokens came"
+    await asyncio.to_thread(wait_until, what, lambda: len(fate.token_ids) >= number, 20.0, 0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_killed(role: str, kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    cluster = spared_cluster
+    prefill, decode = await asyncio.to_thread(cluster.pair)
+    victim, survivor = (prefill, decode) if role == "prefill" else (decode, prefill)
+    prompts = {stage: make_prompt(article, length) for stage, (article, length, _) in STAGES.items()}
+    exact = {stage: (await asyncio.to_thread(_alone, cluster, prompts[stage], STAGES[stage][2])) for stage in STAGES}
+    wait_until("both workers are idle", lambda: cluster.whole(prefill) and cluster.whole(decode), BACK_WITHIN_S)
+
+    fates = {stage: Fate([]) for stage in STAGES}
+    tasks = {}
+
+    def send(stage: str) -> None:
+        tasks[stage] = asyncio.create_task(_follow(cluster.url, prompts[stage], STAGES[stage][2], fates[stage]))
+
+    send("decoding")
+    await _until_tokens(fates["decoding"], 5)
+    # With D's rank frozen P still ends the second prompt and its token comes, while nobody fetches the blocks.
+    with cluster.frozen_rank(decode):
+        send("handing over")
+        await _until_tokens(fates["handing over"], 1)
+        send("computing")
+        send("queued")
+        await asyncio.sleep(0.5)
+        assert [len(fates[stage].token_ids) for stage in ("computing", "queued")] == [0, 0]
+        assert not any(task.done() for task in tasks.values())
+        killed_s = time.monotonic()
+        cluster.kill(victim, kind)
+    await asyncio.wait(tasks.values(), timeout=DONE_WITHIN_S)
+
+    for stage, task in tasks.items():
+        fate = fates[stage]
+        assert task.done(), f"{stage}: no end within {DONE_WITHIN_S} s after the death, {fate}"
+        task.result()
+        if fate.error:
+            assert fate.ended_s - killed_s < ERROR_WITHIN_S, f"{stage}: {fate}"
+            assert victim in fate.error, f"{stage}: the error does not name the dead worker: {fate}"
+            assert fate.status in (200, 500, 502, 503), f"{stage}: {fate}"
+            assert fate.finish_reason is None, f"{stage}: {fate}"
+            assert fate.token_ids == exact[stage][: len(fate.token_ids)], f"{stage}: {fate}"
+        else:
+            assert fate.finish_reason == "length", f"{stage}: neither an error nor the whole answer: {fate}"
+            assert fate.token_ids == exact[stage], f"{stage}: {fate}"
+    wait_until(f"{survivor} is whole", lambda: cluster.whole(survivor), BACK_WITHIN_S)
+    assert worker(cluster.url, survivor).state == "ready"
+    wait_until(f"{victim} is known to be dead", lambda: worker(cluster.url, victim).state == "dead", BACK_WITHIN_S)
+    assert worker(cluster.url, victim).cause, "the status says why"
+    wait_until(f"nothing of {victim} is left", lambda: not cluster.processes_of(victim), BACK_WITHIN_S)
+
+
+def _alone(cluster: SparedCluster, prompt: list[int], max_tokens: int) -> list[int]:
+    with http(cluster.server) as client:
+        return generate(client, prompt, max_tokens, stream=False).token_ids
+
+
+def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    prefill, decode = spared_cluster.pair()
+    prompt = make_prompt(2010, 300)
+    exact = _alone(spared_cluster, prompt, 8)
+    spared_cluster.kill(prefill, "host")
+    wait_until("the death is known", lambda: spared_cluster.alive("prefill") == [], BACK_WITHIN_S)
+
+    assert _alone(spared_cluster, prompt, 8) == exact
+    assert spared_cluster.whole(decode) or status(spared_cluster.url).requests_running == 0
+
+
+def test_without_a_decode_worker_requests_are_refused_with_the_reason(spared_cluster: SparedCluster) -> None:
+    _prefill, decode = spared_cluster.pair()
+    spared_cluster.kill(decode, "host")
+    wait_until("the death is known", lambda: spared_cluster.alive("decode") == [], BACK_WITHIN_S)
+
+    body = {"model": MODEL_NAME, "prompt": "Hello", "max_tokens": 4}
+    answer = httpx.post(f"{spared_cluster.url}/v1/completions", json=body, timeout=10)
+
+    assert answer.status_code == 503
+    assert "decode" in answer.json()["error"]["message"]
+
+
+def test_a_killed_launcher_leaves_no_process(spared_cluster: SparedCluster) -> None:
+    """The last test of this cluster: frozen spares and all."""
+    spared_cluster.server.process.kill()
+    assert wait_for_no_process(spared_cluster.server.mark, 20.0) == {}
