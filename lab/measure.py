@@ -153,7 +153,8 @@ def _measure_server(
 
 
 def _handover(before: ClusterStatus, after: ClusterStatus, hosts_cpu_s: float) -> HandedOver | None:
-    if after.last_request is None:
+    last = after.last_request
+    if last is None or last.link is None or last.handover_s is None:
         return None
     earlier = {link.link: link for link in before.links}
     moved = copied = 0.0
