@@ -78,7 +78,9 @@ class Flight:
     """Worker of the prefill leg."""
     decode: str = ""
     """Worker of the decode leg, or of the only leg (LOCAL)."""
+    prefill_running: bool = False
     decode_submitted: bool = False
+    decode_running: bool = False
     handover_closed: bool = False
     lease_open: bool = False
     """The prefill worker may hold blocks for us; whoever ends the flight must drop or consume them."""
@@ -137,7 +139,14 @@ def _in_waiting(flight: Flight, event: Event) -> Step:
 def _placed(flight: Flight, placement: Placement) -> Step:
     match placement:
         case Remote(prefill, decode, _):
-            moved = replace(flight, stage=Stage.PREFILLING, prefill=prefill, decode=decode, lease_open=True)
+            moved = replace(
+                flight,
+                stage=Stage.PREFILLING,
+                prefill=prefill,
+                decode=decode,
+                prefill_running=True,
+                lease_open=True,
+            )
             return Step(moved, (SubmitPrefill(prefill),))
         case PrefillOnly(worker, _) | Local(worker, _):
             return Step(replace(flight, stage=Stage.LOCAL, decode=worker), (SubmitLocal(worker),))
@@ -152,20 +161,22 @@ def _in_prefilling(flight: Flight, event: Event) -> Step:
         case PrefillStarted():
             if flight.decode_submitted or not flight.reserve_at_start:
                 return Step(flight)
-            return Step(replace(flight, decode_submitted=True), (SubmitDecode(flight.decode),))
+            submitted = replace(flight, decode_submitted=True, decode_running=True)
+            return Step(submitted, (SubmitDecode(flight.decode),))
         case LegOutput("prefill"):
             return _prefill_output(flight, event)
         case LegOutput("decode") if flight.decode_submitted:
             if event.finish == "abort":
                 return _decode_lost(flight, _gave_up(flight.decode))
-            return Step(replace(flight, held=(*flight.held, event)))
+            running = flight.decode_running and event.finish is None
+            return Step(replace(flight, held=(*flight.held, event), decode_running=running))
         case HandoverClosed(outcome) if flight.decode_submitted:
             consumed = outcome == "loaded"
             return Step(replace(flight, handover_closed=True, lease_open=flight.lease_open and not consumed))
         case WorkerLost(worker, cause):
             if worker == flight.prefill:
-                return _prefill_lost(flight, cause)
-            if worker == flight.decode:
+                return _prefill_lost(replace(flight, prefill="", prefill_running=False, lease_open=False), cause)
+            if worker == flight.decode and not _decode_ended(flight):
                 return _decode_lost(flight, cause)
             return Step(flight)
         case Aborted():
@@ -178,9 +189,9 @@ def _in_prefilling(flight: Flight, event: Event) -> Step:
 
 def _prefill_output(flight: Flight, output: LegOutput) -> Step:
     if output.finish == "abort":
-        return _prefill_lost(flight, _gave_up(flight.prefill))
+        return _prefill_lost(replace(flight, prefill_running=False), _gave_up(flight.prefill))
     # The prefill leg has ended by itself: from here on there is nothing to abort, only a lease.
-    ended = replace(flight, prefill_payload=output.payload, stage=_after_prefill(flight))
+    ended = replace(flight, prefill_running=False, prefill_payload=output.payload, stage=_after_prefill(flight))
     if output.finish == "error" or (flight.first_token_mode and _ends_request(flight, output.finish)):
         return _end(ended, Emit("prefill", output.payload, finished=True))
     if output.token is None:
@@ -191,7 +202,7 @@ def _prefill_output(flight: Flight, output: LegOutput) -> Step:
         ended = replace(ended, emitted=True, prefill_payload=None)
     if not flight.decode_submitted:
         actions.append(SubmitDecode(flight.decode))
-        ended = replace(ended, decode_submitted=True)
+        ended = replace(ended, decode_submitted=True, decode_running=True)
     if flight.first_token_mode and not flight.held:
         actions.append(SendFirstToken(flight.decode, output.token))
     if flight.handover_closed and flight.lease_open:
@@ -223,14 +234,18 @@ def _release_held(flight: Flight, actions: list[Action]) -> Step:
 
 def _prefill_lost(flight: Flight, cause: Cause) -> Step:
     """Before the prefill output. In exact mode the decode worker can go on alone: it has the whole prompt."""
-    orphan = replace(flight, prefill="", lease_open=False)
     if flight.decode_submitted and not flight.first_token_mode and not flight.wants_prompt_scores:
-        return _release_held(replace(orphan, stage=_after_prefill(flight)), [])
-    return _start_over(orphan, cause)
+        return _release_held(replace(flight, stage=_after_prefill(flight)), [])
+    return _start_over(flight, cause)
 
 
 def _decode_lost(flight: Flight, cause: Cause) -> Step:
-    return _start_over(replace(flight, decode_submitted=False, decode=""), cause)
+    return _start_over(replace(flight, decode_running=False, decode=""), cause)
+
+
+def _decode_ended(flight: Flight) -> bool:
+    """Whether the decode worker has answered everything already, and only the first token is missing."""
+    return flight.decode_submitted and not flight.decode_running
 
 
 def _in_decode(flight: Flight, event: Event) -> Step:
@@ -264,7 +279,7 @@ def _decode_output(flight: Flight, output: LegOutput) -> Step:
         return _decode_lost(flight, _gave_up(flight.decode))
     emit = Emit("decode", output.payload, output.finish is not None, flight.prefill_payload)
     if output.finish is not None:
-        return _end(replace(flight, decode_submitted=False), emit)
+        return _end(replace(flight, decode_running=False), emit)
     if flight.emitted and flight.prefill_payload is None:
         return Step(flight, (emit,))
     return Step(replace(flight, emitted=True, prefill_payload=None), (emit,))
@@ -307,9 +322,9 @@ def _cleanup(flight: Flight) -> tuple[Action, ...]:
     actions: list[Action] = []
     if flight.stage is Stage.LOCAL and flight.decode:
         actions.append(AbortLeg("local", flight.decode))
-    if flight.stage is Stage.PREFILLING and flight.prefill:
+    if flight.prefill_running:
         actions.append(AbortLeg("prefill", flight.prefill))
-    if flight.decode_submitted and flight.decode:
+    if flight.decode_running:
         actions.append(AbortLeg("decode", flight.decode))
     if flight.lease_open and flight.prefill:
         actions.append(DropTransfer(flight.prefill))
@@ -329,7 +344,9 @@ def _cleared(flight: Flight) -> Flight:
         flight,
         prefill="",
         decode="",
+        prefill_running=False,
         decode_submitted=False,
+        decode_running=False,
         handover_closed=False,
         lease_open=False,
         held=(),

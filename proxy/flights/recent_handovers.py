@@ -43,6 +43,8 @@ class RecentHandovers:
             handover_s=closed.done_to_loaded_s,
             bytes_moved=closed.bytes_moved,
             link=closed.link,
+            outcome=closed.outcome,
+            request_id=trip.label,
         )
 
     def links(self) -> list[LinkStatus]:

@@ -31,3 +31,8 @@ class Trip:
     num_outputs: int = 0
     scores: Any = None
     """Prompt scores of this request (`PromptScores`), or those a sibling got from its leader."""
+
+    @property
+    def label(self) -> str:
+        """The id the client knows it by: for logs and reports, never a key."""
+        return getattr(self.request, "external_req_id", None) or self.request_id

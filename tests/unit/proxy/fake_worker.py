@@ -238,7 +238,9 @@ class FakeWorker:
                 if params.prompt_logprobs is not None:
                     rows = len(prompt) - 1
                     output.new_prompt_logprobs_tensors = LogprobsTensors(
-                        torch.tensor(prompt[1:]).reshape(-1, 1), torch.full((rows, 1), -1.5), torch.ones(rows, dtype=torch.int64)
+                        torch.tensor(prompt[1:]).reshape(-1, 1),
+                        torch.full((rows, 1), -1.5),
+                        torch.ones(rows, dtype=torch.int64),
                     )
                 if transfer is not None and transfer["mode"] == "export":
                     self.exchange.first_tokens[transfer["transfer_id"]] = token

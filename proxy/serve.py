@@ -1,0 +1,254 @@
+"""Puts a cluster together: configuration, model, workers, API server; and takes it apart again.
+
+The composition root. `cluster.cli` loads it by name, because only here may both the launcher and the proxy be known.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from cluster.config import ClusterConfig
+from cluster.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, ensure_embedded_model
+from cluster.launch_local import (
+    LaunchError,
+    LocalLauncher,
+    WorkerExit,
+    make_runtime_dir,
+    proxy_address,
+    remove_runtime_dir,
+    worker_command,
+)
+from cluster.preflight.config_checks import check_config
+from cluster.preflight.machine import Machine, detect_machine
+from cluster.preflight.model_facts import read_model_facts
+from cluster.preflight.problems import ConfigError
+from cluster.terminal.demo import DemoError, invitation, run_demo
+from cluster.terminal.interruption import Interruption
+from cluster.terminal.start_screen import StartScreen
+from cluster.worker_plan import WorkerPlan
+
+log = logging.getLogger("twinpool.serve")
+
+EXIT_CONFIG = 2
+EXIT_FAILED = 1
+# The API server ends open requests with an error event and closes; longer means that it is stuck.
+_API_STOP_S = 5.0
+
+
+class ServeError(Exception):
+    """The cluster could not start, or could not go on; the text says why and what to do."""
+
+
+def run_serve(config: ClusterConfig, *, demo: bool, verbose: bool) -> NoReturn:
+    """Serves until a signal comes, then leaves the process.
+
+    The exit code is 130 or 143 after SIGINT or SIGTERM, 2 for a configuration that cannot be used, 1 for another
+    failure. Leaves with `os._exit`: an import of vLLM that is still running in a thread could not be waited for.
+    """
+    console = Console(stderr=True, highlight=False)
+    code = asyncio.Runner().run(_Cluster(config, console, demo, verbose).run())
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Cluster:
+    """One run, from the check of the configuration to the last process gone."""
+
+    def __init__(self, config: ClusterConfig, console: Console, demo: bool, verbose: bool) -> None:
+        self._config = config
+        self._console = console
+        self._demo = demo
+        self._verbose = verbose
+        self._screen = StartScreen(console)
+        self._runtime_dir: Path | None = None
+        self._clean = True
+
+    async def run(self) -> int:
+        """Returns the exit code; every process is gone then."""
+        self._stop = asyncio.Event()
+        self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._lost_at_start: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
+        self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        self._launcher = LocalLauncher(self._on_worker_exit)
+        interruption = Interruption(self._stop, self._launcher.stop_now, self._config.stop_timeout_s)
+        try:
+            code = await self._serve_unless_stopped()
+        except ConfigError as error:
+            problems = "\n".join(f"  {problem}" for problem in error.problems)
+            code = self._fail(f"the configuration cannot be used:\n{problems}", EXIT_CONFIG)
+        except (ServeError, EmbeddedModelError, LaunchError) as error:
+            code = self._fail(str(error), EXIT_FAILED)
+        finally:
+            interruption.stopping()
+            await self._clean_up()
+        if interruption.signal_number:
+            self._console.print("twinpool: stopped, every worker is gone")
+            return 128 + interruption.signal_number
+        return code
+
+    async def _serve_unless_stopped(self) -> int:
+        """A signal at any stage ends that stage at once."""
+        serving = asyncio.create_task(self._serve())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                # While it serves, the API server has seen `stop` as well and says goodbye to its clients.
+                timeout_s = _API_STOP_S if self._url.done() else 0
+                await asyncio.wait((serving,), timeout=timeout_s)
+            if serving.done():
+                return serving.result()
+            serving.cancel()
+            await asyncio.wait((serving,), timeout=_API_STOP_S)
+            return 0
+        finally:
+            stopped.cancel()
+
+    async def _serve(self) -> int:
+        with self._screen:
+            with self._screen.stage("configuration"):
+                machine = detect_machine()
+                # Before the model is fetched: what is wrong without knowing it.
+                facts = read_model_facts(self._config.model) if self._config.model is not None else None
+                check_config(self._config, machine, facts)
+            with self._screen.stage("model"):
+                model = await self._model()
+                plans = check_config(self._config, machine, read_model_facts(model))
+            with self._screen.stage("workers"):
+                await self._start_workers(plans, machine, model)
+                api = asyncio.create_task(self._run_api_server(model, machine.environ), name="api-server")
+                url = await self._until_ready(api)
+        try:
+            return await self._after_ready(url, api)
+        finally:
+            api.cancel()
+
+    async def _model(self) -> str:
+        if self._config.model is None:
+            self._config = self._config.model_copy(
+                update={"served_model_name": self._config.served_model_name or EMBEDDED_MODEL_NAME}
+            )
+            return str(await ensure_embedded_model(self._screen.detail))
+        return str(Path(self._config.model).expanduser()) if self._config.model.startswith("~") else self._config.model
+
+    async def _start_workers(self, plans: list[WorkerPlan], machine: Machine, model: str) -> None:
+        self._runtime_dir = make_runtime_dir()
+        commands = [worker_command(plan, self._config, model, self._runtime_dir, machine.environ) for plan in plans]
+        await self._launcher.start(commands)
+        for command in commands:
+            self._screen.worker_started(command.worker_id, command.log_path)
+
+    async def _run_api_server(self, model: str, environ: Mapping[str, str]) -> None:
+        # Read by vLLM and by the hub's client when they are imported, which happens below.
+        if not self._verbose:
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if Path(model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        from proxy.api_server import run_api_server
+
+        assert self._runtime_dir is not None
+        address = proxy_address(self._runtime_dir)
+        await run_api_server(self._config, model, address, self._on_ready, self._exits, self._stop)
+
+    async def _on_ready(self, url: str) -> None:
+        if not self._url.done():
+            self._url.set_result(url)
+
+    async def _until_ready(self, api: "asyncio.Task[None]") -> str:
+        """The URL, when a request went through; raises `ServeError` when a worker or the API server fails first."""
+        timeout_s = self._config.start_timeout_s
+        waited_for = (self._url, self._lost_at_start, api)
+        await asyncio.wait(waited_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._url.done():
+            return self._url.result()
+        if self._lost_at_start.done():
+            raise ServeError(_with_log(self._lost_at_start.result()))
+        if api.done():
+            raise ServeError(self._api_failure(api))
+        raise ServeError(
+            f"the cluster was not ready within start_timeout_s={timeout_s:g}; the logs in {self._runtime_dir} tell what "
+            "it was doing; raise start_timeout_s if it only needs longer"
+        )
+
+    async def _after_ready(self, url: str, api: "asyncio.Task[None]") -> int:
+        name = self._config.served_model_name or self._config.model or EMBEDDED_MODEL_NAME
+        key = _first_api_key(self._config)
+        async with _cancelled_at_exit(self._show(url, name, key)):
+            await asyncio.wait((api,))
+        if self._stop.is_set():
+            return 0
+        raise ServeError(self._api_failure(api))
+
+    async def _show(self, url: str, model: str, api_key: str) -> None:
+        out = Console(highlight=False)
+        if self._demo:
+            try:
+                await run_demo(url, model, api_key, out)
+            except DemoError as error:
+                self._console.print(f"twinpool: the demonstration failed: {error}", style="red", markup=False)
+        out.print(invitation(url, model, api_key), markup=False, soft_wrap=True)
+        sys.stdout.flush()
+
+    def _on_worker_exit(self, worker_exit: WorkerExit) -> None:
+        self._clean = False
+        self._exits.put_nowait(worker_exit)
+        if self._url.done():
+            text = f"twinpool: {worker_exit.cause}; its log is {worker_exit.log_path}"
+            self._console.print(text, style="red", markup=False, soft_wrap=True)
+        elif not self._lost_at_start.done():
+            self._lost_at_start.set_result(worker_exit)
+
+    def _api_failure(self, api: "asyncio.Task[None]") -> str:
+        error = None if api.cancelled() else api.exception()
+        if error is None:
+            return "the API server ended by itself; start it again, with --verbose for its log"
+        if self._verbose:
+            log.error("api_server_failed", exc_info=error)
+        return f"the API server failed: {error or type(error).__name__}"
+
+    def _fail(self, text: str, code: int) -> int:
+        self._clean = False
+        self._console.print(f"twinpool: {text}", style="red", markup=False, soft_wrap=True)
+        return code
+
+    async def _clean_up(self) -> None:
+        try:
+            # Workers that still load their model have nothing to finish.
+            await self._launcher.stop(self._config.stop_timeout_s)
+        except LaunchError as error:
+            self._fail(str(error), EXIT_FAILED)
+        if self._runtime_dir is None:
+            return
+        if self._clean or self._stop.is_set():
+            remove_runtime_dir(self._runtime_dir)
+        else:
+            self._console.print(f"twinpool: the logs are in {self._runtime_dir}", markup=False, soft_wrap=True)
+
+
+def _with_log(worker_exit: WorkerExit) -> str:
+    lines = "\n".join(f"  | {line}" for line in worker_exit.last_lines)
+    return f"{worker_exit.cause}. The end of {worker_exit.log_path}:\n{lines}"
+
+
+def _first_api_key(config: ClusterConfig) -> str:
+    key = config.server.options.get("api_key") or ""
+    return str(key[0]) if isinstance(key, list) else str(key)
+
+
+@asynccontextmanager
+async def _cancelled_at_exit(work: "asyncio.Future[None] | object") -> AsyncIterator[None]:
+    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    try:
+        yield
+    finally:
+        task.cancel()
