@@ -129,9 +129,9 @@ class _GpuHand:
                 [
                     Problem(
                         "pools",
-                        f"replicas x tensor_parallel of both pools needs {num_wanted} GPUs, this machine shows {len(gpus)}",
-                        "Lower them, or let workers share: set pools.<role>.env.CUDA_VISIBLE_DEVICES and "
-                        "pools.<role>.engine.gpu_memory_utilization",
+                        f"both pools together need {num_wanted} GPUs, this machine shows {len(gpus)}",
+                        "Lower replicas or tensor_parallel, or let workers share: set "
+                        "pools.<role>.env.CUDA_VISIBLE_DEVICES and pools.<role>.engine.gpu_memory_utilization",
                     )
                 ]
             )

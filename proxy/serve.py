@@ -7,11 +7,11 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import uvloop
 from rich.console import Console
 
 from cluster.config import ClusterConfig
@@ -40,6 +40,7 @@ EXIT_CONFIG = 2
 EXIT_FAILED = 1
 # The API server ends open requests with an error event and closes; longer means that it is stuck.
 _API_STOP_S = 5.0
+_START_GRACE_S = 3.0
 
 
 class ServeError(Exception):
@@ -53,7 +54,8 @@ def run_serve(config: ClusterConfig, *, demo: bool, verbose: bool) -> NoReturn:
     failure. Leaves with `os._exit`: an import of vLLM that is still running in a thread could not be waited for.
     """
     console = Console(stderr=True, highlight=False)
-    code = asyncio.Runner().run(_Cluster(config, console, demo, verbose).run())
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    code = runner.run(_Cluster(config, console, demo, verbose).run())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -81,26 +83,26 @@ class _Cluster:
         self._launcher = LocalLauncher(self._on_worker_exit)
         interruption = Interruption(self._stop, self._launcher.stop_now, self._config.stop_timeout_s)
         try:
-            code = await self._serve_unless_stopped()
+            code = await self._serve_unless_stopped(interruption)
         except ConfigError as error:
             problems = "\n".join(f"  {problem}" for problem in error.problems)
             code = self._fail(f"the configuration cannot be used:\n{problems}", EXIT_CONFIG)
         except (ServeError, EmbeddedModelError, LaunchError) as error:
             code = self._fail(str(error), EXIT_FAILED)
         finally:
-            interruption.stopping()
             await self._clean_up()
         if interruption.signal_number:
             self._console.print("twinpool: stopped, every worker is gone")
             return 128 + interruption.signal_number
         return code
 
-    async def _serve_unless_stopped(self) -> int:
+    async def _serve_unless_stopped(self, interruption: Interruption) -> int:
         """A signal at any stage ends that stage at once."""
         serving = asyncio.create_task(self._serve())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+            interruption.noticed()
             if not serving.done():
                 # While it serves, the API server has seen `stop` as well and says goodbye to its clients.
                 timeout_s = _API_STOP_S if self._url.done() else 0
@@ -176,15 +178,21 @@ class _Cluster:
         if api.done():
             raise ServeError(self._api_failure(api))
         raise ServeError(
-            f"the cluster was not ready within start_timeout_s={timeout_s:g}; the logs in {self._runtime_dir} tell what "
-            "it was doing; raise start_timeout_s if it only needs longer"
+            f"the cluster was not ready within start_timeout_s={timeout_s:g}; the logs in {self._runtime_dir} tell "
+            "what it was doing; raise start_timeout_s if it only needs longer"
         )
 
     async def _after_ready(self, url: str, api: "asyncio.Task[None]") -> int:
         name = self._config.served_model_name or self._config.model or EMBEDDED_MODEL_NAME
         key = _first_api_key(self._config)
-        async with _cancelled_at_exit(self._show(url, name, key)):
+        show = asyncio.create_task(self._show(url, name, key), name="demonstration")
+        try:
+            await asyncio.wait((api, show), return_when=asyncio.FIRST_COMPLETED)
+            if show.done() and (error := show.exception()) is not None:
+                log.error("demonstration_failed", exc_info=error)
             await asyncio.wait((api,))
+        finally:
+            show.cancel()
         if self._stop.is_set():
             return 0
         raise ServeError(self._api_failure(api))
@@ -224,7 +232,10 @@ class _Cluster:
     async def _clean_up(self) -> None:
         try:
             # Workers that still load their model have nothing to finish.
-            await self._launcher.stop(self._config.stop_timeout_s)
+            grace_s = (
+                self._config.stop_timeout_s if self._url.done() else min(_START_GRACE_S, self._config.stop_timeout_s)
+            )
+            await self._launcher.stop(grace_s)
         except LaunchError as error:
             self._fail(str(error), EXIT_FAILED)
         if self._runtime_dir is None:
@@ -243,12 +254,3 @@ def _with_log(worker_exit: WorkerExit) -> str:
 def _first_api_key(config: ClusterConfig) -> str:
     key = config.server.options.get("api_key") or ""
     return str(key[0]) if isinstance(key, list) else str(key)
-
-
-@asynccontextmanager
-async def _cancelled_at_exit(work: "asyncio.Future[None] | object") -> AsyncIterator[None]:
-    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-    try:
-        yield
-    finally:
-        task.cancel()

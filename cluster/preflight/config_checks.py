@@ -181,13 +181,16 @@ def engine_problems(
 def _kv_problems(
     config: ClusterConfig, plan: WorkerPlan, model: ModelFacts, max_model_len: int, block_size: int
 ) -> list[Problem]:
+    blocks_given = plan.engine.get("num_gpu_blocks_override")
+    # One block more than the request: vLLM keeps block 0 for itself.
+    num_blocks = -(-max_model_len // block_size) + 1
+    if isinstance(blocks_given, int):
+        return _block_count_problems(config, plan, blocks_given, num_blocks, max_model_len, block_size)
     memory = kv_memory_bytes(plan)
     element = kv_element_bytes(plan.engine.get("dtype"), plan.engine.get("kv_cache_dtype"))
     per_token = model.kv_bytes_per_token(plan.engine["tensor_parallel_size"], element)
     if memory is None or per_token is None:
         return []
-    # One block more than the request: vLLM keeps block 0 for itself.
-    num_blocks = -(-max_model_len // block_size) + 1
     needed = num_blocks * block_size * per_token
     if needed <= memory:
         return []
@@ -199,6 +202,20 @@ def _kv_problems(
             f"{_mib(memory)} of KV memory cannot hold one request of max_model_len={max_model_len}: {num_blocks} "
             f"blocks x {block_size} tokens x {per_token} bytes = {_mib(needed)}",
             f"Raise it to at least {needed}{shorter}",
+        )
+    ]
+
+
+def _block_count_problems(
+    config: ClusterConfig, plan: WorkerPlan, given: int, needed: int, max_model_len: int, block_size: int
+) -> list[Problem]:
+    if given >= needed:
+        return []
+    return [
+        Problem(
+            _path_of(config, plan, "num_gpu_blocks_override"),
+            f"{given} blocks of {block_size} tokens cannot hold one request of max_model_len={max_model_len}",
+            f"Raise it to at least {needed}, or lower engine.max_model_len",
         )
     ]
 
