@@ -1,0 +1,143 @@
+"""Who is in the cluster, who is alive, and whose messages count."""
+
+from typing import Any
+
+import msgspec
+
+from cluster.messages import PROTOCOL_VERSION, EngineFacts, RankAddress, WorkerHello, WorkerLoad
+from proxy.flights.legbook import Workload
+from proxy.workers.roster import Roster
+
+
+def hello(worker_id: str = "prefill-0", **changes: Any) -> WorkerHello:
+    facts = EngineFacts("m", 2048, 16, 100, 8, 512, 1, "bfloat16", ["generate"])
+    fresh = WorkerHello(
+        protocol=PROTOCOL_VERSION,
+        worker_id=worker_id,
+        role=worker_id.split("-")[0],
+        epoch=f"{worker_id}-life-1",
+        pid=1,
+        hostname="here",
+        engine=facts,
+        ranks=[RankAddress(0, "ipc://x", "e")],
+        fingerprint="f",
+        layout_fields={"dtype": "bfloat16"},
+    )
+    return msgspec.structs.replace(fresh, **changes)
+
+
+def load(worker_id: str, epoch: str, blocks_free: int = 90) -> WorkerLoad:
+    return WorkerLoad(worker_id, epoch, 0, 0, 100, blocks_free, 10, 0, 0, 0, {}, {}, {}, 0, {})
+
+
+def roster(*worker_ids: str) -> Roster:
+    fresh = Roster(models=frozenset({"m"}), dead_after_s=5.0, expected=("prefill-0", "decode-0"))
+    for index, worker_id in enumerate(worker_ids):
+        fresh.admit(bytes([index]), hello(worker_id), now_s=0.0)
+    return fresh
+
+
+def test_a_worker_that_fits_joins() -> None:
+    admission = roster().admit(b"a", hello(), now_s=0.0)
+    assert admission.worker is not None
+    assert admission.joined
+    assert admission.worker.index == 0
+
+
+def test_a_worker_that_does_not_fit_hears_why() -> None:
+    known = roster("prefill-0")
+    protocol = known.admit(b"b", hello("decode-0", protocol=99), 0.0)
+    role = known.admit(b"b", hello("decode-0", role="router"), 0.0)
+    model = known.admit(b"b", hello("decode-0", engine=msgspec.structs.replace(hello().engine, model="other")), 0.0)
+    taken = known.admit(b"b", hello("prefill-0", role="decode", epoch="new"), 0.0)
+    assert "protocol 99" in protocol.refused
+    assert "'router'" in role.refused
+    assert "serves the model other, this cluster serves m" in model.refused
+    assert "belongs to a prefill worker" in taken.refused
+    assert [w.worker_id for w in known.alive()] == ["prefill-0"]
+
+
+def test_a_new_life_replaces_the_old_one_and_keeps_its_number() -> None:
+    known = roster("prefill-0", "decode-0")
+    again = known.admit(b"new", hello("decode-0", epoch="life-2"), 1.0)
+    assert again.lost is not None
+    assert again.lost.kind == "restarted"
+    assert again.worker is not None
+    assert again.worker.index == 1
+    assert known.heard(b"\x01", None, "decode-0-life-1", 1.0) is None, "the old life is not heard any more"
+    assert known.heard(b"new", "decode-0", "decode-0-life-1", 1.0) is None
+
+
+def test_a_hello_from_the_same_life_means_it_dropped_its_requests() -> None:
+    known = roster("prefill-0")
+    again = known.admit(b"other-connection", hello(), 1.0)
+    assert again.lost is not None
+    assert again.lost.kind == "rejoined"
+    assert not again.joined
+    assert known.heard(b"other-connection", None, None, 1.0) is not None
+
+
+def test_silence_is_death_until_it_is_heard_again() -> None:
+    known = roster("prefill-0", "decode-0")
+    known.heard(b"\x00", None, None, now_s=4.0)
+    assert [loss.worker_id for loss in known.silent(now_s=6.0)] == ["decode-0"]
+    assert known.silent(now_s=6.0) == [], "a loss is told once"
+    back = known.heard(b"\x01", None, None, now_s=7.0)
+    assert back is not None
+    assert not back.alive
+    assert known.report(back, load("decode-0", "decode-0-life-1"))
+    assert back.alive
+    assert "decode-0" not in known.causes
+
+
+def test_a_proxy_that_stood_still_does_not_blame_the_workers() -> None:
+    known = roster("prefill-0")
+    known.forgive(late_s=10.0)
+    assert known.silent(now_s=12.0) == []
+
+
+def test_a_life_that_left_does_not_come_back() -> None:
+    known = roster("prefill-0")
+    loss = known.lose("prefill-0", "left", "it left")
+    assert loss is not None
+    assert known.heard(b"\x00", None, "prefill-0-life-1", 1.0) is None
+    assert "already left" in known.admit(b"\x00", hello(), 1.0).refused
+    assert known.admit(b"\x00", hello(epoch="life-2"), 1.0).joined
+
+
+def test_why_a_worker_is_dead_is_remembered_even_if_it_never_came() -> None:
+    known = roster()
+    assert known.lose("decode-0", "exited", "no memory") is None
+    assert known.causes == {"decode-0": "no memory"}
+
+
+def test_a_load_report_over_a_new_connection_is_the_same_life() -> None:
+    known = roster("prefill-0")
+    assert known.heard(b"reconnected", "prefill-0", "prefill-0-life-1", 1.0) is not None
+    assert known.heard(b"reconnected", "prefill-0", "another-life", 1.0) is None
+    assert known.heard(b"unknown", None, None, 1.0) is None
+
+
+def test_blocks_promised_since_the_last_report_are_not_free() -> None:
+    known = roster("decode-0")
+    worker = known.workers["decode-0"]
+    known.promise("decode-0", num_tokens=33)
+    assert worker.blocks_free == 97
+    known.report(worker, load("decode-0", "decode-0-life-1", blocks_free=2))
+    assert worker.blocks_free == 2
+    known.promise("decode-0", num_tokens=1000)
+    assert worker.blocks_free == 0
+
+
+def test_the_view_shows_workers_in_the_order_of_their_numbers() -> None:
+    known = roster("decode-0", "prefill-0", "decode-7")
+    view = known.view(lambda worker_id: Workload({"x"}, 5) if worker_id == "prefill-0" else Workload())
+    assert [w.worker_id for w in view.workers] == ["prefill-0", "decode-0", "decode-7"]
+    assert (view.workers[0].queued_tokens, view.workers[0].num_requests) == (5, 1)
+
+
+def test_fingerprints_tell_who_can_be_paired_and_what_differs() -> None:
+    known = roster("prefill-0")
+    known.admit(b"d", hello("decode-0", fingerprint="g", layout_fields={"dtype": "float16"}), 0.0)
+    assert known.fingerprints_shared() == set()
+    assert known.differing_fields() == ["dtype (bfloat16 / float16)"]
