@@ -11,17 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
-from proxy.dispatch import DispatchSettings
+from proxy.dispatch_settings import dispatch_settings
 from proxy.metrics import ProxyMetrics
-from proxy.scheduling.place import Policy
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
-
-GPU_BREAK_EVEN_TOKENS = 2048
-CPU_BREAK_EVEN_TOKENS = 64
-"""Below this a prompt costs the decode core less than one hand-over and one queue more."""
 
 
 class ProxyStartError(Exception):
@@ -105,19 +100,6 @@ def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
     )
 
 
-def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
-    """What requests depend on, with `auto` resolved."""
-    threshold = config.scheduling.remote_prefill_min_tokens
-    if threshold == "auto":
-        threshold = GPU_BREAK_EVEN_TOKENS if on_gpu else CPU_BREAK_EVEN_TOKENS
-    return DispatchSettings(
-        policy=Policy(threshold, config.scheduling.on_no_prefill),
-        reserve_at_start=config.scheduling.reserve == "at_prefill_start",
-        queue_timeout_s=config.scheduling.queue_timeout_s,
-        hold_every_s=config.transfer.beat_s,
-    )
-
-
 async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPool) -> None:
     while True:
         gone = await worker_exits.get()
@@ -137,18 +119,20 @@ async def wait_for_workers(pool: WorkerPool, timeout_s: float) -> bool:
             return True
         if not needs_prefill and roster.alive("decode"):
             return True
-        settled = all(worker_id in roster.workers or worker_id in roster.causes for worker_id in roster.expected)
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or (settled and _hopeless(roster)):
+        if left_s <= 0 or _hopeless(roster):
             raise ProxyStartError(_who_is_missing(roster, timeout_s))
         await pool.wait_for_change(min(left_s, 1.0))
 
 
 def _hopeless(roster: Roster) -> bool:
-    """Everybody has come or died, and still no pair can exchange blocks."""
-    if roster.alive("prefill") and roster.alive("decode"):
+    """All workers of a role are dead, or everybody has come and still no pair can exchange blocks."""
+    if all(worker_id in roster.workers or worker_id in roster.causes for worker_id in roster.expected):
         return True
-    return any(worker_id in roster.causes for worker_id in roster.expected)
+    by_role: dict[str, list[str]] = {}
+    for worker_id in roster.expected:
+        by_role.setdefault(worker_id.rpartition("-")[0], []).append(worker_id)
+    return any(all(worker_id in roster.causes for worker_id in pool) for pool in by_role.values())
 
 
 def _who_is_missing(roster: Roster, timeout_s: float) -> str:

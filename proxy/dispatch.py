@@ -10,12 +10,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import zmq
 
 from cluster import messages
+from proxy.dispatch_settings import DispatchSettings
 from proxy.flights.actions import (
     AbortLeg,
     Action,
@@ -56,7 +57,7 @@ from proxy.legs.vllm_leg_outputs import (
 )
 from proxy.legs.vllm_leg_requests import Exporter, LegRequests
 from proxy.metrics import ProxyMetrics
-from proxy.scheduling.place import Local, Placement, Policy, PrefillOnly, Wait, place
+from proxy.scheduling.place import Local, Placement, PrefillOnly, Wait, place
 from proxy.scheduling.view import RequestShape
 from proxy.workers.roster import Loss, Worker
 from proxy.workers.worker_pool import WorkerPool
@@ -66,17 +67,6 @@ log = logging.getLogger("twinpool.proxy")
 LATE_NEWS_S = 60.0
 """How long the report of a hand-over is waited for after its request has ended."""
 EXPECTED_OUTPUT_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchSettings:
-    """The operator's choices that requests depend on."""
-
-    policy: Policy
-    reserve_at_start: bool
-    queue_timeout_s: float
-    hold_every_s: float
-    """How often prefill workers are told which leases are still wanted."""
 
 
 class Dispatcher:

@@ -17,7 +17,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from proxy.dispatch import Dispatcher, DispatchSettings
+from proxy.dispatch import Dispatcher
+from proxy.dispatch_settings import DispatchSettings
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.workers.worker_pool import UtilityError, WorkerPool

@@ -6,7 +6,6 @@ from `vllm.entrypoints.launchers`.
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
+from huggingface_hub import snapshot_download
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -26,13 +26,12 @@ from vllm.exceptions import VLLMError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.transformers_utils.repo_utils import get_model_path
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config import ClusterConfig
 from proxy.api_server import ProxyStartError, first_failure
-from proxy.dispatch import DispatchSettings
+from proxy.dispatch_settings import DispatchSettings
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, in_place_of_engine
@@ -205,17 +204,11 @@ def _names_of(model_path: str) -> frozenset[str]:
     """How workers may call the model: offline, vLLM replaces a hub name with the directory of its snapshot."""
     names = {model_path, str(Path(model_path).expanduser().absolute())}
     if not Path(model_path).exists():
-        offline = os.environ.get("HF_HUB_OFFLINE")
-        os.environ["HF_HUB_OFFLINE"] = "1"
         try:
-            names.add(str(get_model_path(model_path)))
-        except Exception as error:  # noqa: BLE001  # not in the cache, whatever that raises: workers use the name too
+            names.add(str(snapshot_download(model_path, local_files_only=True, ignore_patterns="*")))
+        except (OSError, ValueError) as error:
+            # Not in the cache: then workers use the name too.
             log.debug("model_not_cached model=%s error=%s", model_path, error)
-        finally:
-            if offline is None:
-                del os.environ["HF_HUB_OFFLINE"]
-            else:
-                os.environ["HF_HUB_OFFLINE"] = offline
     return frozenset(names)
 
 

@@ -75,6 +75,8 @@ class FakeWorker:
         """Nothing is computed while it is clear."""
         self.gate.set()
         self.step_s = 0.0
+        self.output_delay_s = 0.0
+        """The ranks tell each other the first token before the engine tells the host."""
         self.utility_error = ""
         self.force_first_token: int | None = None
         self.handover_outcome = "loaded"
@@ -204,8 +206,17 @@ class FakeWorker:
         transfer_id = transfer["transfer_id"]
         if transfer["first_token"]:
             assert prompt[-1] == 0, "a placeholder was expected"
-            await self._known(transfer_id).wait()
-            prompt = [*prompt[:-1], self.first_tokens[transfer_id]]
+            waits = [
+                asyncio.create_task(self._known(transfer_id).wait()),
+                asyncio.create_task(self.exchange.event(transfer_id).wait()),
+            ]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            token = self.exchange.first_tokens.get(transfer_id)
+            prompt = [*prompt[:-1], self.first_tokens[transfer_id] if token is None else token]
         else:
             await self.exchange.event(transfer_id).wait()
         outcome = self.handover_outcome
@@ -245,6 +256,8 @@ class FakeWorker:
                 if transfer is not None and transfer["mode"] == "export":
                     self.exchange.first_tokens[transfer["transfer_id"]] = token
                     self.exchange.event(transfer["transfer_id"]).set()
+            if first:
+                await asyncio.sleep(self.output_delay_s)
             await self.outputs(output)
             if finish is not None:
                 return

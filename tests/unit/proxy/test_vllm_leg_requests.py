@@ -1,0 +1,165 @@
+"""The legs' requests: valid by themselves on the wire, and never a change to the client's own."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from cluster.messages import RankAddress
+from proxy.legs.vllm_leg_requests import ClientTransferParams, Exporter, LegRequests, describe
+
+PROMPT = [5, 6, 7, 8]
+EXPORTER = Exporter("prefill-0", [RankAddress(0, "ipc://a", "life"), RankAddress(1, "ipc://b", "life")])
+
+
+def client(pooling: PoolingParams | None = None, **values: Any) -> EngineCoreRequest:
+    params = None if pooling is not None else SamplingParams(**{"max_tokens": 8, **values})
+    return EngineCoreRequest(
+        request_id="client",
+        prompt_token_ids=list(PROMPT),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=pooling,
+        arrival_time=1.0,
+        lora_request=None,
+        cache_salt="salt",
+        data_parallel_rank=None,
+        priority=3,
+        external_req_id="label",
+    )
+
+
+def decoded(frames: Any) -> EngineCoreRequest:
+    request: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
+    return request
+
+
+def transfer(request: EngineCoreRequest) -> dict[str, Any]:
+    params = request.sampling_params
+    assert params is not None
+    assert params.extra_args is not None
+    found: dict[str, Any] = params.extra_args["kv_transfer_params"]
+    return found
+
+
+ALL_KINDS: list[dict[str, Any]] = [
+    {},
+    {"min_tokens": 4},
+    {"min_tokens": 8},
+    {"n": 1, "seed": 3, "temperature": 0.7},
+    {"logprobs": 2, "prompt_logprobs": 1, "presence_penalty": 0.4},
+    {"stop": ["x"], "stop_token_ids": [4], "ignore_eos": True},
+    {"prompt_logprob_token_ids": np.array([[1], [2], [3]], dtype=np.int32), "prompt_logprob_start": 0},
+    {"extra_args": {"plugin": 1}},
+    {"output_kind": RequestOutputKind.FINAL_ONLY, "max_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("values", ALL_KINDS, ids=[",".join(values) or "plain" for values in ALL_KINDS])
+def test_every_leg_is_valid_where_it_arrives_and_the_clients_request_is_unchanged(values: dict[str, Any]) -> None:
+    request = client(**values)
+    before = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
+    shape = describe(request)
+    legs = LegRequests()
+    prefill = decoded(legs.prefill(request, "leg-p", "t", shape.first_token_mode))
+    decode = decoded(legs.decode(request, "leg-d", "t", shape.first_token_mode, EXPORTER))
+    local = decoded(legs.local(request, "leg-l"))
+    assert [leg.request_id for leg in (prefill, decode, local)] == ["leg-p", "leg-d", "leg-l"]
+    assert prefill.prompt_token_ids == local.prompt_token_ids == PROMPT
+    assert all(leg.cache_salt == "salt" and leg.priority == 3 for leg in (prefill, decode, local))
+    assert prefill.sampling_params is not None
+    assert (prefill.sampling_params.max_tokens, prefill.sampling_params.n) == (1, 1)
+    assert [bytes(frame) for frame in MsgpackEncoder().encode(request)] == before
+
+
+def test_in_first_token_mode_the_decode_leg_has_a_placeholder_and_one_token_less() -> None:
+    leg = decoded(LegRequests().decode(client(), "leg", "t", True, EXPORTER))
+    assert leg.prompt_token_ids == [*PROMPT, 0]
+    assert leg.sampling_params is not None
+    assert leg.sampling_params.max_tokens == 7
+    assert transfer(leg) == {
+        "mode": "import",
+        "transfer_id": "t",
+        "first_token": True,
+        "exporter": {
+            "worker_id": "prefill-0",
+            "ranks": [
+                {"rank": 0, "address": "ipc://a", "epoch": "life"},
+                {"rank": 1, "address": "ipc://b", "epoch": "life"},
+            ],
+        },
+    }
+
+
+def test_in_first_token_mode_the_prefill_leg_samples_as_the_client_asked() -> None:
+    request = client(temperature=0.5, top_p=0.9, logprobs=3, stop_token_ids=[9], ignore_eos=True, logit_bias={1: 2.0})
+    params = decoded(LegRequests().prefill(request, "leg", "t", True)).sampling_params
+    assert params is not None
+    assert (params.temperature, params.top_p, params.logprobs, params.stop_token_ids) == (0.5, 0.9, 3, [9])
+    assert params.ignore_eos
+    assert params.logit_bias == {1: 2.0}
+
+
+def test_in_exact_mode_the_prefill_leg_only_computes_the_prompt() -> None:
+    request = client(presence_penalty=1.0, seed=3, min_tokens=5, prompt_logprobs=2, logprobs=4)
+    leg = decoded(LegRequests().prefill(request, "leg", "t", False))
+    params = leg.sampling_params
+    assert params is not None
+    assert (params.presence_penalty, params.seed, params.min_tokens, params.logprobs) == (0.0, None, 0, None)
+    assert params.prompt_logprobs == 2
+    assert params.skip_reading_prefix_cache
+    assert transfer(leg) == {"mode": "export", "transfer_id": "t", "decode_wants_first_token": False}
+
+
+def test_prompt_scores_stay_on_the_prefill_leg() -> None:
+    request = client(prompt_logprobs=2)
+    decode = decoded(LegRequests().decode(request, "leg", "t", True, EXPORTER)).sampling_params
+    follower = decoded(LegRequests().local(request, "leg", prompt_scores_known=True)).sampling_params
+    alone = decoded(LegRequests().local(request, "leg")).sampling_params
+    assert decode is not None
+    assert follower is not None
+    assert alone is not None
+    assert decode.prompt_logprobs is None
+    assert not decode.skip_reading_prefix_cache
+    assert follower.prompt_logprobs is None
+    assert alone.prompt_logprobs == 2
+    assert alone.skip_reading_prefix_cache
+
+
+def test_other_extra_arguments_reach_both_legs() -> None:
+    request = client(extra_args={"plugin": 1})
+    leg = decoded(LegRequests().decode(request, "leg", "t", False, EXPORTER))
+    assert leg.sampling_params is not None
+    assert leg.sampling_params.extra_args is not None
+    assert leg.sampling_params.extra_args["plugin"] == 1
+    assert request.sampling_params is not None
+    assert request.sampling_params.extra_args == {"plugin": 1}
+
+
+def test_a_client_cannot_steer_a_handover() -> None:
+    with pytest.raises(ClientTransferParams, match="not accepted from clients"):
+        describe(client(extra_args={"kv_transfer_params": {"mode": "import"}}))
+
+
+def test_what_cannot_be_handed_over_says_why() -> None:
+    pooled = describe(client(pooling=PoolingParams()))
+    streamed = describe(msgspec.structs.replace(client(), resumable=True))
+    embedded = describe(msgspec.structs.replace(client(), prompt_token_ids=None))
+    assert pooled.local_because == "pooling"
+    assert streamed.local_because == "streamed input"
+    assert embedded.local_because == "prompt embeddings"
+    assert describe(client(), engines_return_routed_experts=True).local_because
+    assert describe(client()).local_because == ""
+
+
+def test_the_shape_tells_mode_length_and_scores() -> None:
+    shape = describe(client(max_tokens=1, prompt_logprobs=0))
+    assert (shape.num_prompt_tokens, shape.max_tokens) == (4, 1)
+    assert shape.first_token_mode
+    assert shape.wants_prompt_scores
+    assert not describe(client(frequency_penalty=0.1)).first_token_mode
