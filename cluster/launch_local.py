@@ -29,7 +29,7 @@ log = logging.getLogger("twinpool.launcher")
 
 _LAST_LINES = 15
 _TAIL_BYTES = 64 << 10
-# How long the rest of a group may outlive its dead leader; vLLM's children notice it in about a second.
+# How long the rest of a group may outlive its dead leader before it is killed.
 _ORPHAN_GRACE_S = 2.0
 _POLL_S = 0.05
 # Linux keeps socket paths in 108 bytes; `/prefill-1023-kv-1023` and a little more must fit behind the directory.
@@ -112,8 +112,8 @@ def worker_command(
 class LocalLauncher:
     """Owns the worker processes of one cluster run.
 
-    `on_exit` is called in the event loop, once per worker that ends without having been asked to, when everything
-    of its process group is gone.
+    `on_exit` is called in the event loop at once when a worker ends without having been asked to; what its engine
+    left behind is ended right after.
     """
 
     def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
@@ -180,13 +180,6 @@ class LocalLauncher:
         returncode = await process.wait()
         group = process.pid
         if not self._stopping:
-            await _until_gone([group], _ORPHAN_GRACE_S)
-        watchdog.signal_members(group, signal.SIGKILL)
-        await _until_gone([group], _ORPHAN_GRACE_S)
-        self._groups.pop(command.worker_id, None)
-        self._tell_watchdog("-", group)
-        log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
-        if not self._stopping:
             lines = last_lines(command.log_path)
             self._on_exit(
                 WorkerExit(
@@ -198,6 +191,14 @@ class LocalLauncher:
                     log_path=command.log_path,
                 )
             )
+        # vLLM's children notice that their host is gone, but not at any moment of their start.
+        watchdog.signal_members(group, signal.SIGTERM)
+        await _until_gone([group], _ORPHAN_GRACE_S)
+        watchdog.signal_members(group, signal.SIGKILL)
+        await _until_gone([group], _ORPHAN_GRACE_S)
+        self._groups.pop(command.worker_id, None)
+        self._tell_watchdog("-", group)
+        log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
 
     async def stop(self, grace_s: float) -> None:
         """Asks every worker to leave, kills what is left after `grace_s`; returns when all are gone.

@@ -16,7 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 3.0
-_POLL_S = 0.05
+_POLL_S = 0.02
+# A killed process has to give back its memory before it is gone.
+_DEATH_S = 1.0
 
 
 def members(group: int) -> list[int]:
@@ -44,14 +46,19 @@ def signal_members(group: int, number: int) -> None:
 
 
 def end_groups(groups: set[int], grace_s: float) -> None:
-    """SIGTERM to all members, SIGKILL to those left after `grace_s`."""
+    """SIGTERM to all members, SIGKILL to those left after `grace_s`; returns when they are gone."""
     for group in groups:
         signal_members(group, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(members(group) for group in groups):
-        time.sleep(_POLL_S)
+    _wait_until_empty(groups, grace_s)
     for group in groups:
         signal_members(group, signal.SIGKILL)
+    _wait_until_empty(groups, _DEATH_S)
+
+
+def _wait_until_empty(groups: set[int], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(members(group) for group in groups):
+        time.sleep(_POLL_S)
 
 
 def main() -> None:

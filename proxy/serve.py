@@ -152,7 +152,7 @@ class _Cluster:
     async def _run_api_server(self, model: str, environ: Mapping[str, str]) -> None:
         # Read by vLLM and by the hub's client when they are imported, which happens below.
         if not self._verbose:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")

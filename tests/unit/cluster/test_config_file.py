@@ -1,0 +1,152 @@
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.preflight.config_file import load_config
+from cluster.preflight.problems import ConfigError, Problem
+
+
+def problems_of(*overrides: str, file: Path | None = None) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value.problems
+
+
+def problem_of(*overrides: str, file: Path | None = None) -> Problem:
+    problems = problems_of(*overrides, file=file)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_there_is_one_worker_of_each_role() -> None:
+    config = load_config(None)
+    assert config == ClusterConfig()
+    assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (1, 1)
+    assert config.model is None
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "pools: {decode: {replicas: 3, tensor_parallel: 2}}\nslo: {ttft_s: 1}\n")
+    config = load_config(path, ["pools.decode.replicas=2", "server.options.api_key=sesame"])
+    assert (config.pools.decode.replicas, config.pools.decode.tensor_parallel) == (2, 2)
+    assert config.slo.ttft_s == 1.0
+    assert config.server.options == {"api_key": "sesame"}
+
+
+def test_an_override_may_hold_any_yaml_value() -> None:
+    config = load_config(None, ["transfer.links=[zmq]", "engine.enforce_eager=true", "engine.hf_overrides={a: 1}"])
+    assert config.transfer.links == ["zmq"]
+    assert config.engine == {"enforce_eager": True, "hf_overrides": {"a": 1}}
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "# nothing yet\n")) == ClusterConfig()
+
+
+def test_verify_off_is_not_read_as_false() -> None:
+    assert load_config(None, ["transfer.verify=off"]).transfer.verify == "off"
+
+
+def test_numbers_in_env_become_text() -> None:
+    assert load_config(None, ["pools.decode.env.CUDA_VISIBLE_DEVICES=0"]).pools.decode.env == {
+        "CUDA_VISIBLE_DEVICES": "0"
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "guess"),
+    [
+        ("pools.decod.replicas=2", "pools.decod", "decode"),
+        ("pools.decode.replica=2", "pools.decode.replica", "replicas"),
+        ("sched.reserve=x", "sched", "Known here"),
+        ("transfer.lnks=[zmq]", "transfer.lnks", "links"),
+        ("slo.ttft=1", "slo.ttft", "ttft_s"),
+    ],
+)
+def test_an_unknown_field_is_named_with_the_one_that_was_meant(override: str, field: str, guess: str) -> None:
+    problem = problem_of(override)
+    assert problem.field == field
+    assert "unknown field" in problem.what
+    assert guess in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "found"),
+    [
+        ("server.port=99999", "server.port", "99999"),
+        ("server.port=x", "server.port", "'x'"),
+        ("pools.prefill.replicas=-1", "pools.prefill.replicas", "-1"),
+        ("transfer.links=[nccl]", "transfer.links.0", "nccl"),
+        ("transfer.links=[]", "transfer.links", "[]"),
+        ("scheduling.remote_prefill_min_tokens=0", "scheduling.remote_prefill_min_tokens", "0"),
+        ("scheduling.on_no_prefill=wait", "scheduling.on_no_prefill", "wait"),
+        ("engine=3", "engine", "3"),
+        ("pools=3", "pools", "3"),
+        ("model=[1]", "model", "[1]"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field(override: str, field: str, found: str) -> None:
+    problem = problem_of(override)
+    assert problem.field == field
+    assert found in problem.what
+    assert problem.remedy
+
+
+def test_a_field_that_may_be_a_number_or_a_word_is_reported_once() -> None:
+    problem = problem_of("scheduling.remote_prefill_min_tokens=foo")
+    assert "auto" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["transfer.beat_s=40"], ["beat_s", "lease_first_s"]),
+        (["transfer.peer_heartbeat_s=6"], ["peer_heartbeat_s", "peer_lost_after_s"]),
+        (["liveness.heartbeat_s=9"], ["heartbeat_s", "dead_after_s"]),
+        (["pools.decode.replicas=0"], ["pools.decode.replicas"]),
+    ],
+)
+def test_fields_that_contradict_each_other_are_both_named(overrides: list[str], names: list[str]) -> None:
+    text = str(problem_of(*overrides))
+    assert all(name in text for name in names), text
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    assert {problem.field for problem in problems_of("server.port=x", "slo.x=1", "pools=3")} == {
+        "server.port",
+        "slo.x",
+        "pools",
+    }
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "none.yaml" in problem_of(file=tmp_path / "none.yaml").what
+
+
+def test_broken_yaml_is_reported_with_its_line(tmp_path: Path) -> None:
+    assert "line 2" in problem_of(file=written(tmp_path, "pools:\n  decode: 1: 2\n")).what
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    problem = problem_of(file=written(tmp_path, "slo: {ttft_s: 1}\nslo: {itl_s: 1}\n"))
+    assert "'slo' is given twice" in problem.what
+
+
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    assert "list" in problem_of(file=written(tmp_path, "- a\n")).what
+
+
+@pytest.mark.parametrize("override", ["replicas", "=3", "pools..x=1", ".=1"])
+def test_an_override_without_field_or_value_is_refused(override: str) -> None:
+    assert override in problem_of(override).what
+
+
+def test_an_override_below_a_plain_value_is_refused() -> None:
+    assert problem_of("server.port=3", "server.port.x=1").field == "server.port"

