@@ -6,6 +6,7 @@ us), `AsyncLLM.from_vllm_config`.
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from proxy.dispatch_settings import dispatch_settings
 from proxy.metrics import ProxyMetrics
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
+from proxy.workers.worker_socket import SocketAddressError
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -48,34 +50,41 @@ async def run_api_server(config: ClusterConfig, model_path: str, proxy_address: 
     Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
     """
     # vLLM takes seconds to import; the launcher's event loop goes on meanwhile.
-    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path), stop)
+    abandoned = threading.Event()
+    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path, abandoned), stop)
     if server is None:
+        abandoned.set()
         return
     metrics = ProxyMetrics()
-    roster = Roster(
-        models=server.model_names,
-        dead_after_s=config.liveness.dead_after_s,
-        expected=expected_workers(config),
-    )
-    pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
-    exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
+    pool = exits = None
     try:
+        roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
+        pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
+        exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
         ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s), stop)
-        if ready is None:
-            return
-        await server.serve(
-            pool, dispatch_settings(config, server.on_gpu), metrics, (exits, *pool.tasks), on_ready, stop
-        )
+        if ready is not None:
+            supervised = (exits, *pool.tasks)
+            settings = dispatch_settings(config, server.on_gpu)
+            await server.serve(pool, settings, metrics, supervised, on_ready, stop)
+    except SocketAddressError as error:
+        raise ProxyStartError(str(error)) from error
     finally:
-        exits.cancel()
-        pool.close()
+        if exits is not None:
+            exits.cancel()
+        if pool is not None:
+            pool.close()
         server.close()
+        metrics.unregister()
 
 
-def _prepare(config: ClusterConfig, model_path: str) -> Any:
+def _prepare(config: ClusterConfig, model_path: str, abandoned: threading.Event) -> Any:
     from proxy.frontend.vllm_server import VllmServer
 
-    return VllmServer(config, model_path)
+    server = VllmServer(config, model_path)
+    if abandoned.is_set():
+        # Nobody waits for it any more; a thread cannot be cancelled.
+        server.close()
+    return server
 
 
 async def _unless_stopped(work: Awaitable[Any], stop: asyncio.Event) -> Any:

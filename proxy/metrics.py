@@ -16,6 +16,8 @@ class ProxyMetrics:
     """All of them. One per registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._registry = registry
+
         def counter(name: str, help_: str, *labels: str) -> Counter:
             return Counter(f"twinpool_{name}", help_, labels, registry=registry)
 
@@ -110,3 +112,9 @@ class ProxyMetrics:
         """Living workers by role."""
         for role, count in alive.items():
             self.workers_alive.labels(role).set(count)
+
+    def unregister(self) -> None:
+        """Takes them out of the registry, for the next proxy of this process."""
+        for metric in vars(self).values():
+            if isinstance(metric, Counter | Gauge | Histogram):
+                self._registry.unregister(metric)

@@ -12,6 +12,9 @@ from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cluster.config import ClusterConfig
@@ -57,9 +60,18 @@ def server_arguments(config: ClusterConfig, model_path: str) -> tuple[argparse.N
         for name in names:
             setattr(args, name, getattr(engine_args, name))
         validate_parsed_serve_args(args)
+        _import_parser_plugins(args)
+        validate_api_server_args(args)
     except (ValueError, TypeError, KeyError) as error:
         raise ServerOptionError(f"vLLM refuses the engine or server options: {error}") from error
     return args, engine_args
+
+
+def _import_parser_plugins(args: argparse.Namespace) -> None:
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
 
 def _served_names(config: ClusterConfig) -> list[str]:

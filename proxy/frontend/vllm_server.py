@@ -20,13 +20,14 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.launcher import NoSignalServer, setup_server
+from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.exceptions import VLLMError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.system_utils import set_ulimit
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config import ClusterConfig
@@ -59,7 +60,8 @@ class VllmServer:
             self._args, self._engine_args = server_arguments(config, model_path)
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
-        self._socket = self._bind(config)
+        self._socket = _listening_socket(self._args.host, self._args.port, self._args.uds)
+        set_ulimit()
         try:
             self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except Exception as error:  # whatever vLLM's checks raise, it is about the options
@@ -68,29 +70,19 @@ class VllmServer:
         self.model_names = _names_of(model_path) | {str(self.config.model_config.model)}
         self._llm: AsyncLLM | None = None
 
-    def _bind(self, config: ClusterConfig) -> socket.socket:
-        try:
-            self._listen_address, bound = setup_server(self._args, reuse_port=False)
-        except OSError as error:
-            where = f"{config.server.host}:{config.server.port}"
-            raise ProxyStartError(
-                f"cannot listen on {where} (server.host, server.port): {error.strerror}; choose another port"
-            ) from error
-        except KeyError as error:
-            raise ProxyStartError(f"server.options: {error.args[0]}") from error
-        server_socket: socket.socket = bound
-        return server_socket
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find the server."""
+        if self._args.uds:
+            return f"unix:{self._args.uds}"
+        scheme = "https" if self._args.ssl_keyfile and self._args.ssl_certfile else "http"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._args.host, self._args.host)
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._args.port}"
 
     @property
     def on_gpu(self) -> bool:
         """Whether the workers' devices are GPUs (as this machine sees them)."""
         return bool(current_platform.is_cuda_alike())
-
-    @property
-    def url(self) -> str:
-        """Where clients find the server."""
-        address: str = self._listen_address
-        return address.replace("://0.0.0.0:", "://127.0.0.1:").replace("://[::]:", "://[::1]:")
 
     async def serve(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
                     supervised: Sequence["asyncio.Task[Any]"], on_ready: Callable[[str], Awaitable[None]],
@@ -210,6 +202,21 @@ def _names_of(model_path: str) -> frozenset[str]:
             # Not in the cache: then workers use the name too.
             log.debug("model_not_cached model=%s error=%s", model_path, error)
     return frozenset(names)
+
+
+def _listening_socket(host: str, port: int, unix_path: str | None) -> socket.socket:
+    """Bound before the workers are up, so that a port that is taken is known at once."""
+    family = socket.AF_UNIX if unix_path else socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if not unix_path:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(unix_path or (host, port))
+    except OSError as error:
+        listening.close()
+        where = f"{unix_path} (server.options.uds)" if unix_path else f"{host}:{port} (server.host, server.port)"
+        raise ProxyStartError(f"cannot listen on {where}: {error.strerror}; choose another address or port") from error
+    return listening
 
 
 async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:

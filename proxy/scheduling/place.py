@@ -96,7 +96,8 @@ def place(request: RequestShape, view: PoolView, policy: Policy) -> Placement:
         return Local(local, "nothing_to_move")
     if not prefillers:
         return _without_prefill(policy, local, "no_prefill_worker", "No prefill worker is alive")
-    if request.max_tokens <= 1:
+    if request.max_tokens <= 1 or needed >= min(w.max_model_len for w in (*prefillers, *decoders)):
+        # One token is wanted, or the context has room for one.
         return PrefillOnly(_least_queued(prefillers).worker_id, "single_token")
 
     shared = {w.fingerprint for w in prefillers} & {w.fingerprint for w in decoders}

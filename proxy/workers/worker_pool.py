@@ -72,6 +72,7 @@ class WorkerPool:
     def give_up(self, worker_id: str, cause: str) -> None:
         """The worker's process has ended, or cannot be reached."""
         self._lost(self.roster.lose(worker_id, "exited", cause))
+        self._changed.set()
 
     def unreachable(self, worker_id: str) -> None:
         """A send to it failed. It may reconnect."""

@@ -48,6 +48,12 @@ def test_one_token_is_the_prefill_workers_business_alone() -> None:
     assert place(one, pool(worker("p0"), worker("d0")), POLICY) == PrefillOnly("p0", "single_token")
 
 
+def test_a_prompt_that_leaves_room_for_one_token_is_not_handed_over() -> None:
+    view = pool(worker("p0"), worker("d0"))
+    assert place(replace(LONG, num_prompt_tokens=2047), view, POLICY) == PrefillOnly("p0", "single_token")
+    assert isinstance(place(replace(LONG, num_prompt_tokens=2046), view, POLICY), Remote)
+
+
 def test_the_prefill_worker_with_the_shortest_queue_is_taken() -> None:
     view = pool(worker("p0", queued_tokens=900), worker("p1", queued_tokens=100), worker("d0"))
     assert place(LONG, view, POLICY) == Remote("p1", "d0", "remote")
