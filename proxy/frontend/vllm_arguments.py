@@ -35,12 +35,12 @@ class ServerOptionError(Exception):
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not typed for us
     def error(self, message: str) -> NoReturn:
-        raise ServerOptionError(message)
+        raise ServerOptionError(f"server.options: {message}")
 
 
 def server_arguments(config: ClusterConfig, model_path: str) -> tuple[argparse.Namespace, AsyncEngineArgs]:
     """Everything vLLM's API server wants to know. Raises `ServerOptionError`."""
-    parser = make_arg_parser(_Parser(exit_on_error=False))
+    parser = make_arg_parser(_Parser())
     options = {**QUIET, **config.server.options}
     args = parser.parse_args(_as_command_line(parser, options))
     # Last is outermost.
