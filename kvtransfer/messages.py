@@ -39,7 +39,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Names the machine; equal on both sides when they share memory."""
     links: list[str]
     """Links the importer can use, best first. A later `Hello` without one of them asks for another choice."""
-    pid: int = 0
+    exporter_epoch: str
+    """Of the exporter that is meant; another one on its address refuses."""
+    pid: int
     """Of the importer, so that an exporter on the same machine learns at once of its death."""
 
 
@@ -69,6 +71,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Exporter to importer: this pair may not exchange blocks."""
 
     epoch: str
+    """Of the exporter. Another one than the importer meant is the whole reason: the exporter was restarted."""
     reason: str
     differing_fields: list[str]
 

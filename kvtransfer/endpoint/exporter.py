@@ -6,7 +6,7 @@ The endpoint's thread is the only caller. `importer` is the ZMQ routing id of an
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.frames import BadFrame
@@ -35,11 +35,11 @@ from kvtransfer.messages import (
 log = logging.getLogger("twinpool.kvtransfer")
 
 _ENDED_REMEMBERED = 1024
-_FAILURE_OF_OUTCOME = {
-    "released": ("unknown_transfer", "it was released before"),
-    "expired": ("lease_expired", "its lease ran out before"),
-    "dropped": ("aborted", "it was dropped before"),
-    "aborted": ("aborted", "it was aborted before"),
+_KIND_OF_OUTCOME = {
+    "released": "unknown_transfer",
+    "expired": "lease_expired",
+    "dropped": "aborted",
+    "aborted": "aborted",
 }
 
 
@@ -50,6 +50,8 @@ class _WaitingAttach:
     importer: bytes
     message: Attach
     until_s: float
+    is_released: bool = False
+    """Nor does it want it any more; the export need not wait for another when it opens."""
 
 
 class Exporter:
@@ -63,7 +65,8 @@ class Exporter:
         self._exports: dict[str, Export] = {}
         self._waiting: dict[tuple[bytes, str], _WaitingAttach] = {}
         self._fetches: dict[tuple[bytes, str], deque[Fetch]] = {}  # in the order they are served, round robin
-        self._ended: dict[str, str] = {}  # outcome by transfer, the last ones
+        self._ended: dict[str, Failed] = {}  # what to answer about the last ones that closed
+        self._reasons: dict[str, str] = {}  # why transfers that are still open were called off
         self.outbox: list[tuple[bytes, FromExporter]] = []
         self.closed: list[ClosedExport] = []
         self.started: list[str] = []
@@ -95,6 +98,8 @@ class Exporter:
         for key in [key for key in self._waiting if key[1] == transfer_id]:
             waiting = self._waiting.pop(key)
             self._attach(now_s, waiting.importer, waiting.message)
+            if waiting.is_released:
+                self._release(waiting.importer, transfer_id)
 
     def announce(self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         if export := self._named(transfer_id, "announced"):
@@ -115,7 +120,7 @@ class Exporter:
 
     def abort(self, now_s: float, transfer_id: str, reason: str) -> None:
         if export := self._named(transfer_id, "aborted"):
-            self._fail_importers(export, "aborted", reason)
+            self._fail_importers(export, reason)
             export.lease.abort()
             self._close_if_over(export)
 
@@ -124,7 +129,7 @@ class Exporter:
     def drop(self, now_s: float, transfer_ids: Iterable[str]) -> None:
         for transfer_id in transfer_ids:
             if export := self._exports.get(transfer_id):
-                self._fail_importers(export, "aborted", "the proxy dropped the transfer")
+                self._fail_importers(export, "the proxy dropped the transfer")
                 export.lease.drop()
                 self._close_if_over(export)
 
@@ -189,8 +194,9 @@ class Exporter:
             self._close_if_over(export)
         for key in [key for key, waiting in self._waiting.items() if waiting.until_s <= now_s]:
             waiting = self._waiting.pop(key)
-            reason = f"no such export was opened within {self._settings.attach_wait_s:g} s"
-            self._tell([waiting.importer], [Failed(waiting.message.transfer_id, "unknown_transfer", reason)])
+            if not waiting.is_released:
+                reason = f"no such export was opened within {self._settings.attach_wait_s:g} s"
+                self._tell([waiting.importer], [Failed(waiting.message.transfer_id, "unknown_transfer", reason)])
 
     def abort_all(self, now_s: float, reason: str) -> None:
         for transfer_id in list(self._exports):
@@ -203,6 +209,9 @@ class Exporter:
 
     def _greet(self, importer: bytes, hello: Hello) -> None:
         mine = self._cache.layout.fields()
+        if hello.exporter_epoch != self._identity.epoch:
+            self._refuse(importer, f"epoch {hello.exporter_epoch} is over, this is another process", [])
+            return
         if hello.fingerprint != self._fingerprint:
             names = sorted(mine.keys() | hello.layout_fields.keys())
             differing = [name for name in names if mine.get(name) != hello.layout_fields.get(name)]
@@ -240,15 +249,15 @@ class Exporter:
             reason = f"the transfer belongs to epoch {attach.exporter_epoch}, this is {self._identity.epoch}"
             self._tell([importer], [Failed(transfer_id, "peer_lost", f"{reason}: the exporter restarted")])
         elif export is None and transfer_id in self._ended:
-            kind, reason = _FAILURE_OF_OUTCOME[self._ended[transfer_id]]
-            self._tell([importer], [Failed(transfer_id, kind, reason)])
+            self._tell([importer], [self._ended[transfer_id]])
         elif export is None:
             until_s = now_s + self._settings.attach_wait_s
             self._waiting[importer, transfer_id] = _WaitingAttach(importer, attach, until_s)
         elif mismatch := export.mismatch(attach):
             self._tell([importer], [Failed(transfer_id, "mismatch", mismatch)])
         elif export.lease.state not in READABLE_STATES:
-            self._tell([importer], [Failed(transfer_id, "aborted", f"the export is {export.lease.state.value}")])
+            reason = self._reasons.get(transfer_id, "the export was called off")
+            self._tell([importer], [Failed(transfer_id, "aborted", reason)])
         else:
             export.lease.attach(importer, self._importers[importer].reads_memory)
             export.lease.renew(now_s + self._settings.lease_renew_s)
@@ -281,7 +290,8 @@ class Exporter:
         self._tell([importer], [BeatAck(until_s, held, unknown)])
 
     def _release(self, importer: bytes, transfer_id: str) -> None:
-        self._waiting.pop((importer, transfer_id), None)
+        if waiting := self._waiting.get((importer, transfer_id)):
+            self._waiting[importer, transfer_id] = replace(waiting, is_released=True)
         if export := self._exports.get(transfer_id):
             self._forget_fetches(transfer_id, importer)
             export.lease.release(importer)
@@ -295,8 +305,9 @@ class Exporter:
             self._close_if_over(export)
         self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.importer != importer}
 
-    def _fail_importers(self, export: Export, kind: str, reason: str) -> None:
-        self._tell(export.lease.importers, [Failed(export.transfer_id, kind, reason)])
+    def _fail_importers(self, export: Export, reason: str) -> None:
+        self._reasons.setdefault(export.transfer_id, reason)
+        self._tell(export.lease.importers, [Failed(export.transfer_id, "aborted", reason)])
         self._forget_fetches(export.transfer_id)
 
     def _forget_fetches(self, transfer_id: str, importer: bytes | None = None) -> None:
@@ -317,7 +328,8 @@ class Exporter:
         if self._exports.pop(transfer_id, None) is None:
             return
         self._forget_fetches(transfer_id)
-        self._ended[transfer_id] = outcome
+        kind, reason = _KIND_OF_OUTCOME[outcome], self._reasons.pop(transfer_id, "")
+        self._ended[transfer_id] = Failed(transfer_id, kind, f"the export was {outcome}: {reason}".rstrip(": "))
         if len(self._ended) > _ENDED_REMEMBERED:
             del self._ended[next(iter(self._ended))]
         self.closed.append(ClosedExport(transfer_id, outcome))

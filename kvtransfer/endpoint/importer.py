@@ -156,6 +156,8 @@ class Importer:
         match message:
             case Welcome():
                 self._welcomed(now_s, peer, message)
+            case Refused(epoch) if epoch != key.epoch:
+                self._lose(peer, f"the exporter there is epoch {epoch} now: it was restarted")
             case Refused(_, reason, differing_fields):
                 peer.refusal = f"{reason} (differing: {', '.join(differing_fields) or 'unknown'})"
                 peer.answer_until_s = math.inf
@@ -237,15 +239,15 @@ class Importer:
         peer.answer_until_s = now_s + self._settings.peer_lost_after_s
         layout, mine = self._cache.layout, self._identity
         rank, fingerprint = self._settings.rank, layout.fingerprint()
-        self._tell(peer, Hello(mine.epoch, rank, fingerprint, layout.fields(), mine.host_id, links, mine.pid))
+        hello = Hello(
+            mine.epoch, rank, fingerprint, layout.fields(), mine.host_id, links, exporter_epoch=key.epoch, pid=mine.pid
+        )
+        self._tell(peer, hello)
         return peer
 
     def _welcomed(self, now_s: float, peer: ExporterPeer, welcome: Welcome) -> None:
-        if welcome.epoch != peer.key.epoch:
-            self._lose(peer, f"the exporter there is epoch {welcome.epoch} now: it was restarted")
-            return
-        if welcome.link not in peer.links:
-            raise BadFrame(f"welcome with link {welcome.link!r}, which was not offered")
+        if welcome.epoch != peer.key.epoch or welcome.link not in peer.links:
+            raise BadFrame(f"welcome of epoch {welcome.epoch} with link {welcome.link!r}: neither was asked for")
         if welcome.link == "host":
             peer.layers = regions_of(welcome.regions, self._cache.layout)
             reason = self._memory.why_unreadable(welcome.pid, welcome.regions[0].base_address)
@@ -258,8 +260,12 @@ class Importer:
         peer.answer_until_s = math.inf
         peer.link, peer.why, peer.pid = welcome.link, welcome.why + peer.why, welcome.pid
         log.info("exporter_welcomed_us address=%s link=%s why=%r", peer.key.address, peer.link, peer.why)
-        for waiting in list(peer.imports.values()):
+        for waiting in peer.imports.values():
             self._attach(now_s, peer, waiting)
+        for given_up in peer.abandoned:
+            self._attach(now_s, peer, given_up)
+            self._tell(peer, Release(given_up.transfer_id))
+        peer.abandoned.clear()
 
     def _attach(self, now_s: float, peer: ExporterPeer, attached: Import) -> None:
         if len(peer.imports) == 1:
@@ -340,6 +346,8 @@ class Importer:
                 peer.with_work.pop(transfer_id, None)
                 if peer.link:
                     self._tell(peer, Release(transfer_id))
+                else:
+                    peer.abandoned.append(settled)
         if transfer_id in self._imports and (closed := settled.closing()):
             del self._imports[transfer_id]
             self.closed.append(closed)

@@ -72,15 +72,20 @@ class EndpointLoop:
         self._cache = cache
         self._on_closed = on_closed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router, self.address = bind_exporter(self._context, settings)
+        try:
+            self._router, self.address = bind_exporter(self._context, settings)
+            self._reports = HostReports(
+                self._context, settings, cache, identity, self.address, self.exporter, self.importer
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            self.wakeup.close()
+            raise
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
         self._scratch = np.empty(self._largest_payload, dtype=np.uint8)
         self._copier = CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
-        self._reports = HostReports(
-            self._context, settings, cache, identity, self.address, self.exporter, self.importer
-        )
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)

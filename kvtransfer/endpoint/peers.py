@@ -51,6 +51,7 @@ class ExporterPeer:
     layers: tuple[tuple[Region, ...], ...] = ()
     """Per layer, where its blocks lie; only for the link `host`."""
     imports: dict[str, Import] = field(default_factory=dict)  # those that still want something of it
+    abandoned: list[Import] = field(default_factory=list)  # given up before the exporter could be told of them
     with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch, in turn
     fetches: dict[int, tuple[Import, Piece, float]] = field(default_factory=dict)  # and when each was sent
     last_blocks_s: float = 0.0

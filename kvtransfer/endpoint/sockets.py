@@ -69,7 +69,7 @@ def bind_exporter(context: zmq.Context[zmq.Socket[bytes]], settings: EndpointSet
 
 
 class PeerSocket:
-    """The DEALER to one exporter, and the monitor that tells when its connection is gone."""
+    """The DEALER to one exporter, and the monitor that tells when its connection is gone. Raises zmq.ZMQError."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: EndpointSettings, max_bytes: int
@@ -77,7 +77,11 @@ class PeerSocket:
         self.socket = open_socket(context, zmq.DEALER, settings)
         self.socket.set(zmq.MAXMSGSIZE, 2 * max(max_bytes, MAX_CONTROL_BYTES))
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError:
+            self.close(linger_ms=0)
+            raise
 
     def was_disconnected(self) -> bool:
         disconnected = False

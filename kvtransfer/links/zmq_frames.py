@@ -25,9 +25,12 @@ for _function in (_memmove_with_gil, _memmove_without_gil):
 
 
 def gather(block_ids: Sequence[int], regions: Sequence[Region], buffer: NDArray[np.uint8]) -> memoryview:
-    """Copy the blocks into `buffer`; returns the part that was filled."""
+    """Copy the blocks into `buffer`; returns the part that was filled. Raises ValueError when it is too small."""
+    num_bytes = payload_bytes(len(block_ids), regions)
+    if num_bytes > buffer.nbytes:
+        raise ValueError(f"{num_bytes} bytes for a buffer of {buffer.nbytes}")
     _move(plan_gather(block_ids, regions, buffer.ctypes.data))
-    return buffer.data[: payload_bytes(len(block_ids), regions)]
+    return buffer.data[:num_bytes]
 
 
 def scatter(payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
