@@ -34,9 +34,14 @@ class WorkerGone(Protocol):
     def cause(self) -> str: ...
 
 
-async def run_api_server(config: ClusterConfig, model_path: str, proxy_address: str,
-                         on_ready: Callable[[str], Awaitable[None]], worker_exits: "asyncio.Queue[Any]",
-                         stop: asyncio.Event) -> None:  # fmt: skip
+async def run_api_server(
+    config: ClusterConfig,
+    model_path: str,
+    proxy_address: str,
+    on_ready: Callable[[str], Awaitable[None]],
+    worker_exits: "asyncio.Queue[Any]",
+    stop: asyncio.Event,
+) -> None:
     """Serves until `stop` is set.
 
     Args:

@@ -15,11 +15,15 @@ def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
         for worker in sorted(roster.workers.values(), key=lambda w: w.index)
     ]
     missing = [
-        WorkerStatus(worker_id, worker_id.rpartition("-")[0], "dead" if worker_id in causes else "starting",
-                     causes.get(worker_id, ""))
+        WorkerStatus(
+            worker_id,
+            worker_id.rpartition("-")[0],
+            "dead" if worker_id in causes else "starting",
+            causes.get(worker_id, ""),
+        )
         for worker_id in roster.expected
         if worker_id not in roster.workers
-    ]  # fmt: skip
+    ]
     waiting = dispatcher.num_waiting
     return ClusterStatus(
         model=model,

@@ -34,8 +34,14 @@ class ClientResources:
 class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed for us
     """The whole cluster as one engine core. Call `bind` before the first request."""
 
-    def __init__(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
-                 num_engines: int, returns_routed_experts: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        pool: WorkerPool,
+        settings: DispatchSettings,
+        metrics: ProxyMetrics,
+        num_engines: int,
+        returns_routed_experts: bool = False,
+    ) -> None:
         self.resources = ClientResources()
         self.engine_ranks_managed = list(range(num_engines))
         self.dispatcher = Dispatcher(pool, settings, metrics, self._tell_client)
@@ -148,8 +154,9 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
     async def reset_mm_cache_async(self) -> None:
         await self._call_all("reset_mm_cache")
 
-    async def reset_prefix_cache_async(self, reset_running_requests: bool = False,
-                                       reset_connector: bool = False) -> bool:  # fmt: skip
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         return all(await self._call_all("reset_prefix_cache", reset_running_requests, reset_connector))
 
     async def reset_encoder_cache_async(self) -> None:

@@ -84,9 +84,15 @@ class VllmServer:
         """Whether the workers' devices are GPUs (as this machine sees them)."""
         return bool(current_platform.is_cuda_alike())
 
-    async def serve(self, pool: WorkerPool, settings: DispatchSettings, metrics: ProxyMetrics,
-                    supervised: Sequence["asyncio.Task[Any]"], on_ready: Callable[[str], Awaitable[None]],
-                    stop: asyncio.Event) -> None:  # fmt: skip
+    async def serve(
+        self,
+        pool: WorkerPool,
+        settings: DispatchSettings,
+        metrics: ProxyMetrics,
+        supervised: Sequence["asyncio.Task[Any]"],
+        on_ready: Callable[[str], Awaitable[None]],
+        stop: asyncio.Event,
+    ) -> None:
         """Serves until `stop`; raises `RuntimeError` when one of `supervised` or the server itself ends before."""
         self._adopt_engine_facts(pool)
         routed = bool(getattr(self.config.model_config, "enable_return_routed_experts", False))
@@ -145,8 +151,9 @@ class VllmServer:
         self.config.cache_config.block_size = decode.block_size
         self.config.cache_config.num_gpu_blocks = sum(w.hello.engine.num_blocks for w in workers)
 
-    async def _http_server(self, llm: AsyncLLM, client: ClusterClient,
-                           pool: WorkerPool) -> tuple[uvicorn.Server, FastAPI]:  # fmt: skip
+    async def _http_server(
+        self, llm: AsyncLLM, client: ClusterClient, pool: WorkerPool
+    ) -> tuple[uvicorn.Server, FastAPI]:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)

@@ -57,8 +57,9 @@ def prompt_scores(output: EngineCoreOutput) -> PromptScores:
     return PromptScores(output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs, output.prefill_stats)
 
 
-def client_output(output: EngineCoreOutput, request_id: str, leg: LegKind, finished: bool,
-                  prefill: EngineCoreOutput | None) -> EngineCoreOutput:  # fmt: skip
+def client_output(
+    output: EngineCoreOutput, request_id: str, leg: LegKind, finished: bool, prefill: EngineCoreOutput | None
+) -> EngineCoreOutput:
     """The output as the client's request sees it. Changes and returns `output`, which nobody else keeps.
 
     Args:

@@ -88,8 +88,9 @@ class LegRequests:
         _set_transfer(leg, {"mode": "export", "transfer_id": transfer_id, "decode_wants_first_token": first_token})
         return self._encode(client, engine_request_id, leg)
 
-    def decode(self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool,
-               exporter: Exporter) -> Frames:  # fmt: skip
+    def decode(
+        self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool, exporter: Exporter
+    ) -> Frames:
         """The leg that fetches the prompt's blocks and generates the rest."""
         leg = _without_prompt_scores(_own_params(client))
         leg.n = 1
@@ -115,8 +116,13 @@ class LegRequests:
             params = _without_prompt_scores(params)
         return self._encode(client, engine_request_id, params)
 
-    def _encode(self, client: EngineCoreRequest, engine_request_id: str, params: SamplingParams | None,
-                prompt: list[int] | None = None) -> Frames:  # fmt: skip
+    def _encode(
+        self,
+        client: EngineCoreRequest,
+        engine_request_id: str,
+        params: SamplingParams | None,
+        prompt: list[int] | None = None,
+    ) -> Frames:
         leg = copy(client)
         leg.request_id = engine_request_id
         leg.sampling_params = params

@@ -86,8 +86,11 @@ class Roster:
     def admit(self, identity: bytes, hello: WorkerHello, now_s: float) -> Admission:
         """Takes a worker in, or says why not."""
         if hello.protocol != PROTOCOL_VERSION:
-            return Admission(None, f"it speaks protocol {hello.protocol}, this proxy speaks {PROTOCOL_VERSION}; "
-                             "start workers and proxy from the same installation")  # fmt: skip
+            return Admission(
+                None,
+                f"it speaks protocol {hello.protocol}, this proxy speaks {PROTOCOL_VERSION}; "
+                "start workers and proxy from the same installation",
+            )
         if hello.role not in ("prefill", "decode"):
             return Admission(None, f"its role is {hello.role!r}; expected `prefill` or `decode`")
         if hello.engine.model not in self.models:

@@ -31,8 +31,12 @@ class SocketAddressError(Exception):
 class WorkerSocket:
     """Sends and receives `cluster.messages`. Made and used on one event loop."""
 
-    def __init__(self, address: str, on_message: Callable[[bytes, messages.FromWorker, Sequence[zmq.Frame]], None],
-                 on_bad_frame: Callable[[str], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[bytes, messages.FromWorker, Sequence[zmq.Frame]], None],
+        on_bad_frame: Callable[[str], None],
+    ) -> None:
         self._on_message = on_message
         self._on_bad_frame = on_bad_frame
         self._encoder = msgspec.msgpack.Encoder()

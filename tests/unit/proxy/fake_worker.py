@@ -56,9 +56,18 @@ class Exchange:
 class FakeWorker:
     """One life of one worker."""
 
-    def __init__(self, worker_id: str, address: str, exchange: Exchange, *, fingerprint: str = "f1",
-                 max_model_len: int = 4096, heartbeat_s: float = 0.05, model: str = MODEL,
-                 protocol: int = messages.PROTOCOL_VERSION) -> None:  # fmt: skip
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        exchange: Exchange,
+        *,
+        fingerprint: str = "f1",
+        max_model_len: int = 4096,
+        heartbeat_s: float = 0.05,
+        model: str = MODEL,
+        protocol: int = messages.PROTOCOL_VERSION,
+    ) -> None:
         self.worker_id = worker_id
         self.role = worker_id.split("-")[0]
         self.epoch = uuid.uuid4().hex
@@ -149,9 +158,22 @@ class FakeWorker:
 
     def load(self) -> messages.WorkerLoad:
         return messages.WorkerLoad(
-            self.worker_id, self.epoch, len(self.running), 0, 1000, 990, 10, 0, 0, 0, {"host": 5}, {"host": 0.5}, {},
-            0, {"ipc://x": "host: same machine"},
-        )  # fmt: skip
+            self.worker_id,
+            self.epoch,
+            len(self.running),
+            0,
+            1000,
+            990,
+            10,
+            0,
+            0,
+            0,
+            {"host": 5},
+            {"host": 0.5},
+            {},
+            0,
+            {"ipc://x": "host: same machine"},
+        )
 
     async def _read(self) -> None:
         decoder = msgspec.msgpack.Decoder(messages.ToWorker)

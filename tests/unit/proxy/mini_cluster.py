@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class MiniCluster:
         parent = ParentRequest(request)
         children = []
         for index in range(params.n):
-            child = request if index == params.n - 1 else _copy(request)
+            child = request if index == params.n - 1 else copy(request)
             child.request_id, child.sampling_params = parent.get_child_info(index)
             children.append(child)
             self.front_end.add_request(child, None, parent, index, collector)
@@ -133,12 +134,6 @@ class MiniCluster:
         self.pool.close()
 
 
-def _copy(request: EngineCoreRequest) -> EngineCoreRequest:
-    from copy import copy
-
-    return copy(request)
-
-
 class Answer:
     """Everything a client got."""
 
@@ -161,7 +156,8 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int | None:
-        return self.outputs[-1].num_cached_tokens
+        count: int | None = self.outputs[-1].num_cached_tokens
+        return count
 
 
 async def read(collector: RequestOutputCollector, timeout_s: float = 5.0) -> Answer:
@@ -185,8 +181,9 @@ async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
 
 
 @asynccontextmanager
-async def mini_cluster(tmp_path: Path, *worker_ids: str, on_no_prefill: str = "local",
-                       reserve_at_start: bool = True) -> AsyncIterator[MiniCluster]:  # fmt: skip
+async def mini_cluster(
+    tmp_path: Path, *worker_ids: str, on_no_prefill: str = "local", reserve_at_start: bool = True
+) -> AsyncIterator[MiniCluster]:
     """A cluster with these workers, by default one of each role."""
     cluster = MiniCluster(f"ipc://{tmp_path}/proxy", on_no_prefill, reserve_at_start)
     try:

@@ -12,7 +12,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 
 from cluster import messages
-from tests.unit.proxy.fake_worker import EOS, generate
+from tests.unit.proxy.fake_worker import EOS, FakeWorker, generate
 from tests.unit.proxy.mini_cluster import DEAD_AFTER_S, PROMPT, MiniCluster, mini_cluster, read, until
 
 
@@ -476,8 +476,6 @@ async def test_news_of_unknown_requests_change_nothing(tmp_path: Path) -> None:
 
 async def test_a_worker_of_another_model_is_refused(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path) as cluster:
-        from tests.unit.proxy.fake_worker import FakeWorker
-
         other = await FakeWorker("decode-1", cluster.address, cluster.exchange, model="other").start()
         await until(lambda: other.rejected)
         assert "serves the model other" in other.rejected

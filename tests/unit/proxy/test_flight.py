@@ -68,9 +68,14 @@ def decode_output(payload: str = "more", finish: Any = None) -> LegOutput:
 
 def test_a_request_goes_through_both_workers() -> None:
     end, actions = run(
-        flight(), REMOTE, PrefillStarted(), prefill_output(), HandoverClosed("loaded"), decode_output(),
+        flight(),
+        REMOTE,
+        PrefillStarted(),
+        prefill_output(),
+        HandoverClosed("loaded"),
+        decode_output(),
         decode_output("last", "stop"),
-    )  # fmt: skip
+    )
     assert actions == [
         SubmitPrefill("p0"),
         SubmitDecode("d0"),
@@ -411,15 +416,11 @@ def finish(world: World) -> None:
         if world.flight.finished:
             return
         events = world.enabled()
-        wanted = [
-            e
-            for e in events
-            if (isinstance(e, LegOutput) and e.finish in ("stop", "length")) or isinstance(e, Placed | PrefillStarted)
-        ]
-        assert wanted, f"stuck in {world.flight}"
-        ends = [e for e in wanted if isinstance(e, LegOutput)] or [
-            e for e in wanted if not (isinstance(e, Placed) and isinstance(e.placement, Wait))
-        ]
+        outputs = [e for e in events if isinstance(e, LegOutput) and e.finish in ("stop", "length")]
+        steps = [e for e in events if isinstance(e, Placed | PrefillStarted)]
+        going = [e for e in steps if not (isinstance(e, Placed) and isinstance(e.placement, Wait))]
+        ends: list[Event] = [*outputs, *going]
+        assert ends, f"stuck in {world.flight}"
         world.happen(ends[0])
         world.check()
     raise AssertionError(f"did not end: {world.flight}")

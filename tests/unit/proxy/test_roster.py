@@ -84,9 +84,9 @@ def test_silence_is_death_until_it_is_heard_again() -> None:
     assert known.silent(now_s=6.0) == [], "a loss is told once"
     back = known.heard(b"\x01", None, None, now_s=7.0)
     assert back is not None
-    assert not back.alive
+    assert [w.worker_id for w in known.alive()] == ["prefill-0"], "a report is awaited"
     assert known.report(back, load("decode-0", "decode-0-life-1"))
-    assert back.alive
+    assert [w.worker_id for w in known.alive()] == ["prefill-0", "decode-0"]
     assert "decode-0" not in known.causes
 
 

@@ -16,8 +16,9 @@ class Graceful(Exception):
         self.message, self.http_status = "Worker decode-0 left", 503
 
 
-async def answer(*bodies: bytes, content_type: str = "text/event-stream; charset=utf-8",
-                 fails: Exception | None = None) -> list[Message]:  # fmt: skip
+async def answer(
+    *bodies: bytes, content_type: str = "text/event-stream; charset=utf-8", fails: Exception | None = None
+) -> list[Message]:
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         headers = [(b"content-type", content_type.encode()), (b"x-request-id", b"7")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
