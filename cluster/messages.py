@@ -174,14 +174,23 @@ class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     grace_s: float
 
 
-ALLOWED_UTILITIES = frozenset({
-    "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "is_sleeping",
-    "profile", "add_lora", "remove_lora", "list_loras", "pin_lora",
-})
-
-FromWorker = (
-    WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | UtilityReply | Goodbye
+ALLOWED_UTILITIES = frozenset(
+    {
+        "reset_prefix_cache",
+        "reset_mm_cache",
+        "reset_encoder_cache",
+        "sleep",
+        "wake_up",
+        "is_sleeping",
+        "profile",
+        "add_lora",
+        "remove_lora",
+        "list_loras",
+        "pin_lora",
+    }
 )
+
+FromWorker = WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | UtilityReply | Goodbye
 ToWorker = (
     Welcome | Rejected | Submit | Abort | DropTransfers | HoldTransfers | FirstToken | Utility | ProxyBeat | Shutdown
 )
