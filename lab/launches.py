@@ -9,6 +9,9 @@ import yaml
 
 from lab.server_process import Launch
 
+TWINPOOL = (sys.executable, "-c", "from cluster.cli import main; main()")
+"""The command `twinpool`, from this tree whether it is installed or not."""
+
 
 def bare_vllm(
     name: str, model: str, served_name: str, port: int, flags: Mapping[str, Any], core: str, kv_gib: int
@@ -44,7 +47,7 @@ def twinpool(name: str, config: Mapping[str, Any], directory: Path) -> Launch:
     path.write_text(yaml.safe_dump(dict(config)))
     return Launch(
         name=name,
-        command=[sys.executable, "-m", "cluster.cli", "serve", str(path)],
+        command=[*TWINPOOL, "serve", str(path)],
         port=config["server"]["port"],
         env={"VLLM_SERVER_DEV_MODE": "1"},
         api_key=config["server"].get("options", {}).get("api_key", "none"),

@@ -2,14 +2,13 @@
 
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab.launches import twinpool
+from lab.launches import TWINPOOL, twinpool
 from lab.server_process import REPOSITORY, Server, free_port, wait_for_no_process
 from tests.engine.servers import cluster_config
 
@@ -122,7 +121,7 @@ def test_block_size_the_backend_refuses_is_named(model_path: str, log_dir: Path)
 def test_config_check_says_the_same_without_starting(model_path: str, log_dir: Path) -> None:
     launch = twinpool("checked", cluster_config(model_path, free_port(), transfer={"lnks": ["host"]}), log_dir)
     checked = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "config", "check", launch.command[-1]],
+        [*TWINPOOL, "config", "check", launch.command[-1]],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert checked.returncode != 0

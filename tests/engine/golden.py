@@ -14,7 +14,7 @@ from tests.engine.raw_cases import RAW_CASES, RawReply, send_raw
 from tests.engine.replies import Case, Reply, openai_client, send
 from tests.engine.reply_cases import REFUSALS, REPLY_CASES
 from tests.engine.servers import http, reset_prefix_caches
-from tests.engine.token_cases import TOKEN_CASES, TokenReply, generate
+from tests.engine.token_cases import CROWD, TOKEN_CASES, TokenReply, generate, margins
 
 
 class Golden(msgspec.Struct, frozen=True):
@@ -25,6 +25,8 @@ class Golden(msgspec.Struct, frozen=True):
     cold_tokens: dict[str, TokenReply]
     warm_tokens: dict[str, TokenReply]
     """The same prompts, sent again right after."""
+    margins: dict[str, list[float]]
+    """Of the cases that are sent all at once."""
 
 
 def send_as_told(server: Server, case: Case) -> Reply:
@@ -47,4 +49,7 @@ def record(server: Server, encode_prompt: Callable[[int, int], Sequence[int]]) -
             reset_prefix_caches(server)
             cold[case.name] = generate(client, prompt, case.max_tokens, stream=False)
             warm[case.name] = generate(client, prompt, case.max_tokens, stream=True)
-    return Golden(replies=replies, raw=raw, cold_tokens=cold, warm_tokens=warm)
+        beaten_by = {
+            case.name: margins(client, encode_prompt(case.seed, case.num_tokens), case.max_tokens) for case in CROWD
+        }
+    return Golden(replies=replies, raw=raw, cold_tokens=cold, warm_tokens=warm, margins=beaten_by)

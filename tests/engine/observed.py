@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.status import ClusterStatus, WorkerStatus
 
+_BY_P = re.compile(r'placement="(remote|prefillonly)"')
 _SAMPLE = re.compile(r"^(twinpool_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -76,6 +77,15 @@ class Moved:
     @property
     def local_tokens(self) -> float:
         return self._since("twinpool_local_prefill_tokens_total")
+
+    @property
+    def prefilled_by_p(self) -> bool:
+        """Some request was placed so that a prefill worker computed its prompt."""
+        return any(
+            count > self._before.get(name, 0.0)
+            for name, count in counters(self._url).items()
+            if name.startswith("twinpool_decisions_total{") and _BY_P.search(name)
+        )
 
     @property
     def recomputed(self) -> float:

@@ -109,9 +109,9 @@ def _append(into: dict[str, Json], key: str, piece: Json) -> None:
         raise ValueError(f"cannot fold {key}={piece!r} into {into[key]!r}")
 
 
-def _fold_tool_calls(calls: dict[int, dict[str, Json]], pieces: Iterable[Mapping[str, Json]]) -> None:
+def _fold_tool_calls(calls: dict[str, dict[str, Json]], pieces: Iterable[Mapping[str, Json]]) -> None:
     for piece in pieces:
-        call = calls.setdefault(piece["index"], {"ids": 0, "types": [], "name": "", "arguments": ""})
+        call = calls.setdefault(str(piece["index"]), {"ids": 0, "types": [], "name": "", "arguments": ""})
         call["ids"] += piece.get("id") is not None
         call["types"] += [piece["type"]] if piece.get("type") else []
         function = piece.get("function") or {}

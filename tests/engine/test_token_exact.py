@@ -9,17 +9,24 @@ from tests.engine.conftest import PromptMaker
 from tests.engine.golden import Golden
 from tests.engine.observed import Moved, worker
 from tests.engine.servers import BLOCK, PREFILL_BLOCKS, http, reset_prefix_caches
-from tests.engine.token_cases import TOKEN_CASES, TokenCase, TokenReply, generate
+from tests.engine.token_cases import CROWD, TOKEN_CASES, TokenCase, TokenReply, generate
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
 
 KV_BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * BLOCK
 """30 layers, K and V, 3 heads of 64 numbers, 2 bytes each."""
+TIE = 0.25
+"""bf16 logits of this size come in steps of an eighth: two steps may be rounding."""
 EDGES = [case for case in TOKEN_CASES if case.num_tokens in (129, 193, 256, 257, 385, 577)]
 
 
 def _blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
+
+
+def _lacking(case: TokenCase) -> int:
+    """Blocks that D still lacks when it has every full block of the prompt; it never computes the prompt's end."""
+    return _blocks(case.num_tokens) - case.num_tokens // BLOCK
 
 
 def _tell_apart(ours: TokenReply, theirs: TokenReply) -> str:
@@ -50,7 +57,7 @@ def _cold_then_warm(
 
     warm, moved = _ask(server, link, case, prompt, stream=not stream_first)
     assert warm == golden.warm_tokens[case.name], _tell_apart(warm, golden.warm_tokens[case.name])
-    assert moved == _blocks(case.num_tokens) - warm.cached_tokens // BLOCK, "D fetches only what it lacks"
+    assert moved == _lacking(case), "D fetches only what it lacks"
 
 
 @pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda case: case.name)
@@ -97,13 +104,12 @@ def test_tokens_are_exact_when_only_d_has_the_prefix(golden: Golden, cluster: Se
     for case, prompt in prompts.items():
         reply, moved = _ask(cluster, "host", case, prompt, stream=True)
         assert reply == golden.cold_tokens[case.name], _tell_apart(reply, golden.cold_tokens[case.name])
-        assert moved == _blocks(case.num_tokens) - (case.num_tokens - 1) // BLOCK, "D fetches only what it lacks"
+        assert moved == _lacking(case), "D fetches only what it lacks"
 
 
 def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
     golden: Golden, cluster: Server, make_prompt: PromptMaker
 ) -> None:
-    cases = [case for case in TOKEN_CASES if 64 <= case.num_tokens <= 320][:8]
     reset_prefix_caches(cluster)
     moved = Moved(cluster.url, "host")
 
@@ -111,15 +117,18 @@ def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
         with http(cluster) as client:
             return generate(client, make_prompt(case.seed, case.num_tokens), case.max_tokens, stream=True)
 
-    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        replies = dict(zip(cases, pool.map(ask, cases), strict=True))
+    with concurrent.futures.ThreadPoolExecutor(len(CROWD)) as pool:
+        replies = list(pool.map(ask, CROWD))
 
-    moved.wait_for_handovers(len(cases))
-    assert moved.remote_tokens == sum(case.num_tokens for case in cases)
-    # The first token may round otherwise when prompts share a chunk, so tokens are compared, not cached counts.
-    assert {case.name: reply.token_ids for case, reply in replies.items()} == {
-        case.name: golden.cold_tokens[case.name].token_ids for case in cases
-    }
+    moved.wait_for_handovers(len(CROWD))
+    assert moved.remote_tokens == sum(case.num_tokens for case in CROWD)
+    for case, reply in zip(CROWD, replies, strict=True):
+        alone = golden.cold_tokens[case.name].token_ids
+        assert len(reply.token_ids) == len(alone)
+        differs = next(
+            (at for at, (ours, theirs) in enumerate(zip(reply.token_ids, alone, strict=True)) if ours != theirs), -1
+        )
+        assert differs == -1 or golden.margins[case.name][differs] <= TIE, f"{case.name}: {reply}, alone {alone}"
 
 
 @pytest.mark.parametrize("fixture", ["cluster", "zmq_cluster"])

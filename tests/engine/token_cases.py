@@ -44,6 +44,21 @@ TOKEN_CASES: list[TokenCase] = [
 ]
 
 
+CROWD: list[TokenCase] = [case for case in TOKEN_CASES if 64 <= case.num_tokens <= 257][:8]
+"""Sent all at once. In a batch, rounding differs, so ties of two tokens may fall the other way."""
+
+
+def margins(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> list[float]:
+    """By how much (in log probability) each greedy token beat the next best."""
+    body = {
+        "model": MODEL_NAME, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "logprobs": 2, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    answer = client.post("/v1/completions", json=body).raise_for_status()
+    ranked = [sorted(top.values()) for top in answer.json()["choices"][0]["logprobs"]["top_logprobs"]]
+    return [values[-1] - values[-2] for values in ranked]
+
+
 def generate(client: httpx.Client, prompt: Sequence[int], max_tokens: int, *, stream: bool) -> TokenReply:
     """Greedy tokens of one prompt. Raises on any error reply or event."""
     body = {
