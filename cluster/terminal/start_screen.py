@@ -1,5 +1,6 @@
 """Shows the stages of a start on standard error: live on a terminal, one line per event elsewhere."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _TAIL_BYTES = 2048
+_PREFIX = re.compile(r"^(\(\S+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 
 
 @dataclass
@@ -102,11 +104,12 @@ class StartScreen:
 
 
 def newest_line(log_path: Path) -> str:
-    """The last line of a log that is not empty."""
+    """The text of the last line of a log that is not empty, without vLLM's process, level, time and place."""
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    newest = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return _PREFIX.sub("", newest)

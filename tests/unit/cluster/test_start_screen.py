@@ -42,3 +42,5 @@ def test_the_newest_line_of_a_log_is_the_last_that_is_not_empty(tmp_path: Path) 
     assert newest_line(log) == ""
     log.write_text("x" * 5000 + "\nloading weights\n\n")
     assert newest_line(log) == "loading weights"
+    log.write_text("(Worker pid=15637) INFO 11-30 08:20:15 [cpu_model_runner.py:68] Starting to load\n")
+    assert newest_line(log) == "Starting to load"
