@@ -2,8 +2,8 @@
 
 Importing vLLM takes seconds; `twinpool config check` answers at once. Relies on `EngineArgs` and `AsyncEngineArgs`
 in `vllm/engine/arg_utils.py` and on `BaseFrontendArgs` and `FrontendArgs` in
-`vllm/entrypoints/launchers/cli_args.py` being classes with annotated fields (tests/engine compares the names with
-the imported classes and with vLLM's parser).
+`vllm/entrypoints/launchers/cli_args.py` being classes with annotated fields (tests compare the names with the
+imported classes and with vLLM's parser).
 """
 
 import ast

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -15,6 +16,18 @@ def test_names_of_the_installed_vllm_are_found() -> None:
     assert {"max_model_len", "tensor_parallel_size", "enable_log_requests"} <= options.engine
     assert {"api_key", "enable_auto_tool_choice", "chat_template", "host"} <= options.frontend
     assert not any(name.startswith("_") for name in options.engine)
+
+
+def test_names_are_those_of_vllms_classes_and_of_its_parser() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = installed_vllm_options()
+    assert options.engine == {field.name for field in dataclasses.fields(AsyncEngineArgs) if field.name[0] != "_"}
+    assert options.frontend == {field.name for field in dataclasses.fields(FrontendArgs)}
+    parsed = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
+    assert options.frontend <= parsed
 
 
 def test_reading_them_imports_neither_vllm_nor_torch() -> None:
