@@ -143,6 +143,7 @@ def test_pool_options_win_over_common_ones_and_those_over_defaults() -> None:
     assert plans["prefill-0"].engine["max_num_seqs"] == 8
     assert plans["decode-0"].engine["max_num_seqs"] == 64
     assert planned(TWO_CORES)["prefill-0"].engine["max_num_batched_tokens"] == 512
+    assert planned(TWO_CORES)["prefill-0"].engine["enforce_eager"] is True
 
 
 def test_tensor_parallel_reaches_the_engine() -> None:
