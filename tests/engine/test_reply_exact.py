@@ -38,7 +38,8 @@ def test_reply_is_a_single_vllm_servers(case: Case, golden: Golden, cluster: Ser
     assert not (found := difference(ours.body, theirs.body, case.logprob_tolerance)), found
     # P computed the prompt; an answer of one token is P's alone, and counts as served by one worker.
     assert moved.prefilled_by_p
-    assert moved.recomputed == 0
+    # A stop string found in P's token ends a hand-over that has begun.
+    assert moved.recomputed == 0 or "first-token" in case.name
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=lambda case: case.name)
