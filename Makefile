@@ -26,7 +26,7 @@ help: ## this list
 	@echo "  PYTHON=python3.12      another interpreter for the virtual environment (3.11 or later)"
 
 run: $(STAMP) ## set up, start 1 prefill + 1 decode worker, show one chat, serve until Ctrl-C
-	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS)
+	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS) || [ $$? -eq 130 ] # Ctrl-C is how it ends
 
 test: test-unit ## all tests: unit, then those with real engines (at most 15 minutes on 2 cores)
 	$(BIN)/python -m pytest tests/engine tests/chaos $(ARGS)
@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml
 		|| { echo "cannot make $(VENV); on Debian and Ubuntu install the package python3-venv"; exit 1; }
 	@echo "Installing twinpool with vLLM for $(ENGINE) into $(VENV) (1 to 3 minutes, once)"
 	@$(BIN)/python -m pip install $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--disable-pip-version-check -e '.[$(ENGINE),dev]' \
+		--quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' \
 		|| { echo "The set-up failed. If pip could not find torch +cpu, run make TORCH_INDEX=<the PyTorch CPU index>."; exit 1; }
 	@# A torchvision that does not fit torch breaks transformers, which only needs it for images.
 	@$(BIN)/python -c 'import torchvision' 2>/dev/null \

@@ -1,5 +1,6 @@
 """`twinpool status` as tables."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +14,7 @@ _STATE_STYLE = {"ready": "green", "starting": "yellow", "dead": "red"}
 def status_tables(status: ClusterStatus) -> RenderableType:
     """Workers with load and KV blocks, links, hand-overs, and the last request."""
     head = Text(f"{status.model}: {status.requests_running} running, {status.requests_waiting} waiting")
-    parts: list[RenderableType] = [head, _workers(status), _links(status)]
+    parts: list[RenderableType] = [head, _workers(status), *_remarks(status), _links(status)]
     outcomes = [f"{count} {name}" for name, count in status.transfers.items()]
     failures = [f"{count} x {name}" for name, count in status.transfer_failures.items() if count]
     parts.append(Text(f"Hand-overs: {', '.join(outcomes) or 'none yet'}; failures: {', '.join(failures) or 'none'}"))
@@ -23,27 +24,36 @@ def status_tables(status: ClusterStatus) -> RenderableType:
 
 
 def _workers(status: ClusterStatus) -> Table:
+    """Fits 80 columns; the KV blocks are free + used + leased of all."""
     table = Table("worker", "state")
     for title in ("running", "waiting", "KV blocks", "free", "used", "leased", "transfers"):
-        table.add_column(title, justify="right")
-    table.add_column("links")
+        table.add_column(title, justify="right", no_wrap=True)
     for worker in status.workers:
         blocks = worker.blocks
         state = Text(worker.state, style=_STATE_STYLE.get(worker.state, ""))
-        if worker.cause:
-            state.append(f" ({worker.cause})", style="dim")
         numbers = (worker.running, worker.waiting, blocks.total, blocks.free, blocks.used, blocks.leased)
         transfers = f"{worker.exports_open} out" if worker.role == "prefill" else f"{worker.imports_open} in"
-        table.add_row(worker.worker_id, state, *(f"{number:,}" for number in numbers), transfers, _peers(worker))
+        table.add_row(worker.worker_id, state, *(f"{number:,}" for number in numbers), transfers)
+    table.columns[0].no_wrap = True
+    table.box = SIMPLE_HEAD
+    table.padding = (0, 0)
     return table
 
 
-def _peers(worker: WorkerStatus) -> str:
-    return "\n".join(sorted(set(worker.peers.values())))
+def _remarks(status: ClusterStatus) -> list[Text]:
+    """Why a worker is gone, which link each uses, and why that or none."""
+    remarks = []
+    for worker in status.workers:
+        if worker.cause:
+            remarks.append(Text(f"{worker.worker_id}: {worker.cause}", style="dim"))
+        remarks += [
+            Text(f"{worker.worker_id} reads over {link}", style="dim") for link in sorted(set(worker.peers.values()))
+        ]
+    return remarks
 
 
 def _links(status: ClusterStatus) -> Table:
-    table = Table("link")
+    table = Table("link", box=SIMPLE_HEAD)
     for title in ("moved", "copying", "rate"):
         table.add_column(title, justify="right")
     for link in status.links:
