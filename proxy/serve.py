@@ -153,6 +153,7 @@ class _Cluster:
         # Read by vLLM and by the hub's client when they are imported, which happens below.
         if not self._verbose:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+            logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says before it reads that
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")

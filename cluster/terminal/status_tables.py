@@ -5,7 +5,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.status import ClusterStatus, WorkerStatus
+from cluster.status import ClusterStatus
 from cluster.terminal.demo import describe
 
 _STATE_STYLE = {"ready": "green", "starting": "yellow", "dead": "red"}
