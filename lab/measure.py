@@ -31,7 +31,7 @@ from lab.launches import bare_vllm, twinpool
 from lab.server_process import Launch, Server, free_port
 from lab.streams import TokenTimes, all_at_once, median_step_s, one_by_one, random_prompt
 
-ENGINE: Mapping[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 512}
+ENGINE: Mapping[str, Any] = {"max_model_len": 4096, "max_num_batched_tokens": 512, "enforce_eager": True}
 KV_GIB = 2
 SEED = 20
 WARM_UP_TOKENS = (64, 600)
