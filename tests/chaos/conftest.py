@@ -14,15 +14,16 @@ from tests.engine.conftest import make_prompt as make_prompt
 from tests.engine.conftest import model_path as model_path
 from tests.engine.servers import cluster_config
 
-WORKERS_PER_POOL = 3
+REPLICAS = {"prefill": 4, "decode": 3}
+"""Three of each are killed; one more prefill worker serves while decode workers die."""
 
 
 @pytest.fixture(scope="session")
 def spared_cluster(model_path: str, log_dir: Path) -> Iterator[SparedCluster]:
-    """3P3D of which one pair works; without limits that would hide what a death does."""
+    """4P3D of which one pair works at a time; D is small, so that requests wait there."""
     config = cluster_config(model_path, free_port())
-    for pool in config["pools"].values():
-        pool["replicas"] = WORKERS_PER_POOL
+    for role, replicas in REPLICAS.items():
+        config["pools"][role]["replicas"] = replicas
     config["pools"]["decode"]["engine"]["max_num_seqs"] = 2
     server = Server(twinpool("cluster-chaos", config, log_dir), log_dir)
     try:

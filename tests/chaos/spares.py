@@ -58,6 +58,12 @@ class SparedCluster:
         """SIGKILL to one process of a worker: its `host`, its engine `core`, or its only `rank`."""
         os.kill(self._process(worker_id, kind), signal.SIGKILL)
 
+    def kill_all(self, role: str) -> None:
+        """Kills whoever works in a pool and takes no spare."""
+        for worker_id in self.alive(role):
+            self.kill(worker_id, "host")
+        wait_until(f"no {role} worker is left", lambda: not self.alive(role), 10)
+
     @contextlib.contextmanager
     def frozen_rank(self, worker_id: str) -> Iterator[None]:
         pid = self._process(worker_id, "rank")
@@ -72,8 +78,8 @@ class SparedCluster:
         """Nothing runs there and every block is free."""
         item = worker(self.url, worker_id)
         blocks = item.blocks
-        assert blocks.free + blocks.used + blocks.leased == blocks.total > 0, item
-        return blocks.free == blocks.total and not (
+        assert blocks.free + blocks.used + blocks.leased == blocks.total, item
+        return 0 < blocks.total == blocks.free and not (
             item.running or item.waiting or item.exports_open or item.imports_open
         )
 

@@ -33,22 +33,6 @@ def test_ctrl_c_during_the_start_leaves_no_process(after_s: float, model_path: s
         server.kill()
 
 
-def test_ctrl_c_while_serving_leaves_no_process(model_path: str, log_dir: Path) -> None:
-    """And a second, impatient one changes nothing about that."""
-    server = Server(twinpool("interrupted-late", cluster_config(model_path, free_port()), log_dir), log_dir)
-    try:
-        server.wait_until_healthy()
-        server.interrupt()
-        time.sleep(0.3)
-        if server.process.poll() is None:
-            server.interrupt()
-        code = server.process.wait(LEAVES_WITHIN_S)
-        assert wait_for_no_process(server.mark, 2.0) == {}
-        assert code in (0, 130, -2), server.log()[-2000:]
-    finally:
-        server.kill()
-
-
 def _refused(config: dict[str, Any], name: str, log_dir: Path) -> str:
     """Everything the refused start said. Fails if it did not exit with an error, or left a process."""
     server = Server(twinpool(name, config, log_dir), log_dir)

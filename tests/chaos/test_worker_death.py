@@ -15,7 +15,7 @@ import pytest
 from lab.server_process import wait_for_no_process
 from tests.chaos.conftest import PromptMaker
 from tests.chaos.spares import KINDS, SparedCluster
-from tests.engine.observed import status, wait_until, worker
+from tests.engine.observed import wait_until, worker
 from tests.engine.servers import MODEL_NAME, http
 from tests.engine.token_cases import generate
 
@@ -81,10 +81,7 @@ async def _until_tokens(fate: Fate, number: int) -> None:
     await asyncio.to_thread(wait_until, what, lambda: len(fate.token_ids) >= number, 20.0, 0.01)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_killed(role: str, kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
-    cluster = spared_cluster
+async def _kill_and_see(cluster: SparedCluster, role: str, kind: str, make_prompt: PromptMaker) -> None:
     prefill, decode = await asyncio.to_thread(cluster.pair)
     victim, survivor = (prefill, decode) if role == "prefill" else (decode, prefill)
     prompts = {stage: make_prompt(article, length) for stage, (article, length, _) in STAGES.items()}
@@ -137,21 +134,28 @@ def _alone(cluster: SparedCluster, prompt: list[int], max_tokens: int) -> list[i
         return generate(client, prompt, max_tokens, stream=False).token_ids
 
 
-def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
-    prefill, decode = spared_cluster.pair()
-    prompt = make_prompt(2010, 300)
-    exact = _alone(spared_cluster, prompt, 8)
-    spared_cluster.kill(prefill, "host")
-    wait_until("the death is known", lambda: spared_cluster.alive("prefill") == [], BACK_WITHIN_S)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_death_of_a_prefill_worker(kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    await _kill_and_see(spared_cluster, "prefill", kind, make_prompt)
 
-    assert _alone(spared_cluster, prompt, 8) == exact
-    assert spared_cluster.whole(decode) or status(spared_cluster.url).requests_running == 0
+
+def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    prompt = make_prompt(2010, 300)
+    spared_cluster.kill_all("prefill")
+
+    alone = _alone(spared_cluster, prompt, 8)
+
+    spared_cluster.pair()
+    assert _alone(spared_cluster, prompt, 8) == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_death_of_a_decode_worker(kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    await _kill_and_see(spared_cluster, "decode", kind, make_prompt)
 
 
 def test_without_a_decode_worker_requests_are_refused_with_the_reason(spared_cluster: SparedCluster) -> None:
-    _prefill, decode = spared_cluster.pair()
-    spared_cluster.kill(decode, "host")
-    wait_until("the death is known", lambda: spared_cluster.alive("decode") == [], BACK_WITHIN_S)
+    spared_cluster.kill_all("decode")
 
     body = {"model": MODEL_NAME, "prompt": "Hello", "max_tokens": 4}
     answer = httpx.post(f"{spared_cluster.url}/v1/completions", json=body, timeout=10)

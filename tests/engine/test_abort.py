@@ -48,7 +48,9 @@ def _not_whole(server: Server) -> str:
     seen = status(server.url)
     for item in seen.workers:
         blocks = item.blocks
-        assert blocks.free + blocks.used + blocks.leased == blocks.total > 0, item
+        assert blocks.free + blocks.used + blocks.leased == blocks.total, item
+        if not blocks.total:
+            return f"{item.worker_id} has not reported its blocks yet"
         if blocks.free != blocks.total or item.exports_open or item.imports_open or item.running or item.waiting:
             return str(item)
     if seen.requests_running or seen.requests_waiting:
