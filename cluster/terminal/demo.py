@@ -42,7 +42,9 @@ async def run_demo(url: str, model: str, api_key: str, console: Console) -> None
     """Streams one chat to the terminal, then says what it cost. Raises `DemoError`."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    console.print(f"\n[bold]> {_QUESTION}[/bold] [dim](with {len(_NOTES.split())} words of notes before it)[/dim]")
+    console.print(
+        f"\n[bold]> {_QUESTION}[/bold] [dim](with {len(_NOTES.split())} words of notes before it)[/dim]", soft_wrap=True
+    )
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             sent_s = time.monotonic()
@@ -54,7 +56,7 @@ async def run_demo(url: str, model: str, api_key: str, console: Console) -> None
             last = await _last_request(session, url)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise DemoError(f"no answer from {url}: {error or type(error).__name__}") from error
-    console.print(describe(first_s, last), style="green", highlight=False)
+    console.print(describe(first_s, last), style="green", highlight=False, soft_wrap=True)
 
 
 def describe(first_s: float | None, last: LastRequest | None) -> str:
