@@ -51,4 +51,5 @@ def twinpool(name: str, config: Mapping[str, Any], directory: Path) -> Launch:
         port=config["server"]["port"],
         env={"VLLM_SERVER_DEV_MODE": "1"},
         api_key=config["server"].get("options", {}).get("api_key", "none"),
+        ready_line="Serving ",
     )

@@ -35,6 +35,8 @@ class Launch:
     port: int
     env: Mapping[str, str]
     api_key: str = "none"
+    ready_line: str = ""
+    """Something it prints when it is ready, if answering `/health` is not enough."""
 
 
 def free_port() -> int:
@@ -78,6 +80,7 @@ class Server:
         self.url = f"http://127.0.0.1:{launch.port}"
         self.port = launch.port
         self.api_key = launch.api_key
+        self._ready_line = launch.ready_line
         self.mark = uuid.uuid4().hex
         self.log_path = log_dir / f"{launch.name}.log"
         with self.log_path.open("wb") as log:
@@ -95,12 +98,12 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def wait_until_healthy(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Returns when `/health` answers 200; raises `ServerFailed` when the server ends, or at the deadline."""
+        """Returns when `/health` answers 200 and the ready line was printed; raises `ServerFailed` when the server ends, or at the deadline."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 raise ServerFailed(f"{self.name} exited with {self.process.returncode}:\n{self.log()[-_LOG_TAIL:]}")
-            if self._is_healthy():
+            if self._is_healthy() and self._ready_line in self.log():
                 return
             time.sleep(0.2)
         raise ServerFailed(f"{self.name} was not healthy after {deadline_s} s:\n{self.log()[-_LOG_TAIL:]}")
