@@ -98,7 +98,10 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def wait_until_healthy(self, deadline_s: float = START_DEADLINE_S) -> None:
-        """Returns when `/health` answers 200 and the ready line was printed; raises `ServerFailed` when the server ends, or at the deadline."""
+        """Returns when `/health` answers 200 and the ready line was printed.
+
+        Raises `ServerFailed` when the server ends before, or at the deadline.
+        """
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:
             if self.process.poll() is not None:
