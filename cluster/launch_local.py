@@ -32,6 +32,7 @@ _TAIL_BYTES = 64 << 10
 # How long the rest of a group may outlive its dead leader before it is killed.
 _ORPHAN_GRACE_S = 2.0
 _POLL_S = 0.05
+_HOSTS_SHARE = 0.8
 # Linux keeps socket paths in 108 bytes; `/prefill-1023-kv-1023` and a little more must fit behind the directory.
 _MAX_RUNTIME_PATH = 70
 _EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Stopped|Lost): \S.*")
@@ -98,7 +99,8 @@ def worker_command(
         transfer=config.transfer,
         liveness=config.liveness,
         start_timeout_s=config.start_timeout_s,
-        stop_timeout_s=config.stop_timeout_s,
+        # The host ends its engine within this, and is itself gone before the launcher loses patience.
+        stop_timeout_s=config.stop_timeout_s * _HOSTS_SHARE,
     )
     return WorkerCommand(
         worker_id=plan.worker_id,
@@ -194,8 +196,7 @@ class LocalLauncher:
         # vLLM's children notice that their host is gone, but not at any moment of their start.
         watchdog.signal_members(group, signal.SIGTERM)
         await _until_gone([group], _ORPHAN_GRACE_S)
-        watchdog.signal_members(group, signal.SIGKILL)
-        await _until_gone([group], _ORPHAN_GRACE_S)
+        await _kill([group])
         self._groups.pop(command.worker_id, None)
         self._tell_watchdog("-", group)
         log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
@@ -212,9 +213,7 @@ class LocalLauncher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(group, signal.SIGTERM)
         await _until_gone(groups, grace_s)
-        for group in groups:
-            watchdog.signal_members(group, signal.SIGKILL)
-        await _until_gone(groups, _ORPHAN_GRACE_S)
+        await _kill(groups)
         if self._watchers:
             await asyncio.wait(self._watchers.values(), timeout=_ORPHAN_GRACE_S * 2)
         await self._dismiss_watchdog()
@@ -237,6 +236,15 @@ class LocalLauncher:
         self._watchdog.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._watchdog.wait(), watchdog.GRACE_S * 2)
+
+
+async def _kill(groups: Sequence[int]) -> None:
+    for group in groups:
+        watchdog.kill_computing(group)
+    await _until_gone(groups, watchdog.DEATH_S)
+    for group in groups:
+        watchdog.signal_members(group, signal.SIGKILL)
+    await _until_gone(groups, watchdog.DEATH_S)
 
 
 async def _until_gone(groups: Sequence[int], timeout_s: float) -> None:

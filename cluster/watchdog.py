@@ -17,8 +17,8 @@ from pathlib import Path
 
 GRACE_S = 3.0
 _POLL_S = 0.02
-# A killed process has to give back its memory before it is gone.
-_DEATH_S = 1.0
+# A killed process has to give back its memory before it is gone, and its resource tracker to clean up.
+DEATH_S = 1.0
 
 
 def members(group: int) -> list[int]:
@@ -45,14 +45,35 @@ def signal_members(group: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def kill_computing(group: int) -> None:
+    """SIGKILL to every member but Python's resource trackers.
+
+    A tracker ends when those it tracks for are gone, and then removes the shared memory that they left behind.
+    """
+    for pid in members(group):
+        if not _is_tracker(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def end_groups(groups: set[int], grace_s: float) -> None:
     """SIGTERM to all members, SIGKILL to those left after `grace_s`; returns when they are gone."""
     for group in groups:
         signal_members(group, signal.SIGTERM)
     _wait_until_empty(groups, grace_s)
     for group in groups:
+        kill_computing(group)
+    _wait_until_empty(groups, DEATH_S)
+    for group in groups:
         signal_members(group, signal.SIGKILL)
-    _wait_until_empty(groups, _DEATH_S)
+    _wait_until_empty(groups, DEATH_S)
 
 
 def _wait_until_empty(groups: set[int], timeout_s: float) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 CHILD = """
@@ -29,6 +30,8 @@ def main() -> None:
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     family = child.stdout.readline().strip()
+    shared = SharedMemory(create=True, size=64)
+    pids.with_suffix(".shm").write_text(shared.name)
     complete = pids.with_suffix(".new")
     complete.write_text(f"{os.getpid()} {family}")
     complete.rename(pids)

@@ -84,6 +84,15 @@ async def test_a_killed_worker_is_reported_with_the_signal(run: Run, tmp_path: P
     assert alive(others) == others, "the other worker is left alone"
 
 
+async def test_the_shared_memory_of_a_killed_worker_is_removed(run: Run, tmp_path: Path) -> None:
+    await run.launcher.start([dummy(tmp_path, behaviour="stubborn")])
+    await family(tmp_path)
+    segment = Path("/dev/shm") / (tmp_path / "decode-0.shm").read_text()
+    assert segment.exists()
+    await run.launcher.stop(0)
+    assert not segment.exists()
+
+
 async def test_a_worker_that_cannot_be_started_is_an_error_that_names_it(run: Run, tmp_path: Path) -> None:
     command = WorkerCommand("decode-0", "decode", ("/no/such/python",), {}, tmp_path / "log")
     with pytest.raises(LaunchError, match="cannot start worker decode-0"):
