@@ -5,16 +5,21 @@ from collections.abc import Iterable
 
 import psutil
 
+_SCHEDULER_CLOCK = 2
+
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system seconds that these processes have used so far, all threads together."""
+    """Seconds that these processes have computed so far, all threads together, to the nanosecond.
+
+    `/proc/PID/stat` counts in ticks of 10 ms, too coarse for a tenth of a millisecond per token.
+    """
     total = 0.0
     for pid in pids:
         try:
-            times = psutil.Process(pid).cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
+            # What glibc's clock_getcpuclockid() makes of a process id.
+            total += time.clock_gettime((~pid << 3) | _SCHEDULER_CLOCK)
+        except OSError:
+            continue  # it ended
     return total
 
 
