@@ -5,6 +5,7 @@ A host is either whole or gone: when its engine, its ranks' channel or any of it
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -30,6 +31,9 @@ from kvtransfer.host_messages import DropExports, ExportStarted, FirstToken, Fro
 log = logging.getLogger("twinpool.worker")
 
 MAX_REMEMBERED_EXPORTS = 10_000
+
+ENGINE_STOP_S = 1.5
+"""An engine has nothing to save; its interpreters take five seconds each to unload what they imported."""
 
 Number = TypeVar("Number", int, float)
 
@@ -146,7 +150,7 @@ class WorkerHost:
             except (TimeoutError, zmq.ZMQError) as error:
                 log.warning("goodbye_not_sent worker=%s error=%s", self._settings.worker_id, error)
         if self._engine is not None:
-            await self._engine.stop(self._settings.stop_timeout_s)
+            await self._engine.stop(min(ENGINE_STOP_S, self._settings.stop_timeout_s))
         self._ranks.close()
         self._proxy.close()
         self._context.term()
@@ -340,8 +344,11 @@ def run_worker(settings: WorkerSettings, kv_role: KvRole) -> NoReturn:
     exit_code = runner.run(WorkerHost.start_and_run(settings, kv_role))
     # An engine that was still starting runs in a thread that cannot be cancelled, and in processes that only
     # this one knows; a plain return would wait for the first and leave the second behind.
+    # The resource tracker stays: it ends by itself, when it has removed the shared memory of the others.
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in child.cmdline()):
+                child.kill()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(exit_code)

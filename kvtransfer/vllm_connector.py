@@ -47,14 +47,14 @@ log = logging.getLogger("twinpool.kvtransfer")
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to ranks."""
 
     orders: StepOrders
 
 
 @dataclass
-class RankReport(KVConnectorWorkerMetadata):
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Ranks to scheduler; merged over the ranks of one step."""
 
     closed: list[ClosedRequest] = field(default_factory=list)
@@ -65,14 +65,14 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Where this rank exports, for the scheduler of its own engine."""
 
     address: str
     epoch: str
 
 
-class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):
+class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One instance in the scheduler, one in each rank; each delegates to its side."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:

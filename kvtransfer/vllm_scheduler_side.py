@@ -199,7 +199,7 @@ class SchedulerSide:
     def _prompt_blocks(self, request_id: str, num_tokens: int) -> list[int]:
         assert self._kv_cache is not None
         (block_ids,) = self._kv_cache.get_block_ids(request_id)
-        return block_ids[: -(-num_tokens // self._block_size)]
+        return list(block_ids[: -(-num_tokens // self._block_size)])
 
     # --- reports of the ranks --------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ async def run_api_server(
     on_ready: Callable[[str], Awaitable[None]],
     worker_exits: "asyncio.Queue[Any]",
     stop: asyncio.Event,
+    on_join: Callable[[str], None] = lambda _worker_id: None,
 ) -> None:
     """Serves until `stop` is set.
 
@@ -51,6 +52,7 @@ async def run_api_server(
         on_ready: awaited with the server's URL once a real request went through both pools.
         worker_exits: `WorkerGone` objects of processes that ended.
         stop: ends the server; open requests get an error.
+        on_join: called with the id of every worker that joins while the others are waited for.
 
     Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
     """
@@ -66,7 +68,7 @@ async def run_api_server(
         roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
         pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
         exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
-        ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s), stop)
+        ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
         if ready is not None:
             supervised = (exits, *pool.tasks)
             settings = dispatch_settings(config, server.on_gpu)
@@ -120,14 +122,20 @@ async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPo
         pool.give_up(gone.worker_id, gone.cause[:1].upper() + gone.cause[1:])
 
 
-async def wait_for_workers(pool: WorkerPool, timeout_s: float) -> bool:
+async def wait_for_workers(
+    pool: WorkerPool, timeout_s: float, on_join: Callable[[str], None] = lambda _worker_id: None
+) -> bool:
     """Returns when a prefill and a decode worker that can exchange blocks are there; raises `ProxyStartError`.
 
     A cluster without prefill workers in its configuration only waits for a decode worker.
     """
     deadline_s = time.monotonic() + timeout_s
     roster = pool.roster
+    joined: set[str] = set()
     while True:
+        for worker_id in sorted(roster.workers.keys() - joined):
+            joined.add(worker_id)
+            on_join(worker_id)
         needs_prefill = any(worker_id.startswith("prefill-") for worker_id in roster.expected)
         if needs_prefill and roster.fingerprints_shared():
             return True

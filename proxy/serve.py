@@ -161,7 +161,9 @@ class _Cluster:
 
         assert self._runtime_dir is not None
         address = proxy_address(self._runtime_dir)
-        await run_api_server(self._config, model, address, self._on_ready, self._exits, self._stop)
+        await run_api_server(
+            self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready
+        )
 
     async def _on_ready(self, url: str) -> None:
         if not self._url.done():
