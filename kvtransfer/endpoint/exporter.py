@@ -167,20 +167,14 @@ class Exporter:
 
     def next_fetch(self) -> tuple[bytes, Fetch] | None:
         """The next one to serve; each transfer has its turn, whatever its size."""
-        while self._fetches:
-            key, queue = next(iter(self._fetches.items()))
-            del self._fetches[key]
-            fetch = queue.popleft()
-            if queue:
-                self._fetches[key] = queue
-            if self.may_serve(fetch):
-                return key[0], fetch
-        return None
-
-    def may_serve(self, fetch: Fetch) -> bool:
-        """Ask again after the bytes are gathered: what the engine said meanwhile may have voided them."""
-        export = self._exports.get(fetch.transfer_id)
-        return export is not None and not export.is_over(fetch)
+        if not self._fetches:
+            return None
+        key, queue = next(iter(self._fetches.items()))
+        del self._fetches[key]
+        fetch = queue.popleft()
+        if queue:
+            self._fetches[key] = queue
+        return key[0], fetch
 
     # What time says.
 
@@ -317,7 +311,7 @@ class Exporter:
     def _named(self, transfer_id: str, verb: str) -> Export | None:
         export = self._exports.get(transfer_id)
         if export is None:
-            log.warning("export_unknown transfer=%s verb=%s", transfer_id, verb)
+            log.info("export_unknown transfer=%s verb=%s", transfer_id, verb)  # closed already, or never opened
         return export
 
     def _close_if_over(self, export: Export) -> None:

@@ -16,6 +16,7 @@ from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheMap
 from kvtransfer.messages import (
+    FAILURE_KINDS,
     Attach,
     Attached,
     Beat,
@@ -173,7 +174,7 @@ class Importer:
             case Blocks():
                 self._arrived(now_s, peer, message, payload or memoryview(b""))
             case Failed(transfer_id, kind, reason):
-                self._fail(peer, transfer_id, kind, reason)
+                self._fail(peer, transfer_id, kind if kind in FAILURE_KINDS else "transport", reason)
             case Attached() | Ready() | Done():
                 if told := peer.imports.get(message.transfer_id):
                     self._progress(now_s, peer, told, message)

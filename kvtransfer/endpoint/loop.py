@@ -134,7 +134,7 @@ class EndpointLoop:
                     self._is_stale = False
                 self.importer.pump(now_s)
                 self._flush()
-                self._serve_fetches(now_s)
+                self._serve_fetches()
             self.exporter.close_all()
             self._flush()
             self._close(linger_ms=100)  # the last releases and failures may still leave
@@ -216,26 +216,21 @@ class EndpointLoop:
         while self._copier.results:
             self.importer.copied(self._copier.results.popleft())
 
-    def _serve_fetches(self, now_s: float) -> None:
+    def _serve_fetches(self) -> None:
         for _ in range(_FETCHES_PER_TURN):
             if not (served := self.exporter.next_fetch()):
                 break
-            importer, fetch = served
-            self._send_blocks(importer, fetch, now_s)
+            self._send_blocks(*served)
 
-    def _send_blocks(self, importer: bytes, fetch: Fetch, now_s: float) -> None:
+    def _send_blocks(self, importer: bytes, fetch: Fetch) -> None:
+        """The engine may preempt the prefill meanwhile: the importer trusts nothing before `Done` confirms it."""
         regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
         num_bytes = payload_bytes(len(fetch.block_ids), regions)
         if num_bytes > self._scratch.nbytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         payload = gather(fetch.block_ids, regions, self._scratch)
-        # The engine may have given the blocks up meanwhile. It says so before they are written again, so what
-        # it has said by now decides whether these bytes may be trusted.
-        self._run_commands(now_s)
-        self._flush()
-        if self.exporter.may_serve(fetch):
-            header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, num_bytes))
-            self._router.send_multipart([importer, header, payload])
+        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, num_bytes))
+        self._router.send_multipart([importer, header, payload])
 
     def _flush(self) -> None:
         """Carry out what was decided, in the order in which it was."""

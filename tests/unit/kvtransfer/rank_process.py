@@ -9,7 +9,7 @@ import time
 
 from kvtransfer.layout import probe
 from kvtransfer.rank_endpoint import RankEndpoint
-from tests.unit.kvtransfer.rank_pair import FACTS, NUM_BLOCKS, PROMPT_HASH, Cluster, make_cache
+from tests.unit.kvtransfer.rank_pair import FACTS, NUM_BLOCKS, PROMPT_HASH, Cluster, eventually, make_cache
 
 if __name__ == "__main__":
     directory, link, role, *exporter = sys.argv[1:]
@@ -17,6 +17,7 @@ if __name__ == "__main__":
     endpoint = RankEndpoint(settings, probe(make_cache(seed=77), NUM_BLOCKS, FACTS))
     if role == "importer":
         endpoint.open_import("t", exporter[0], exporter[1], PROMPT_HASH, 12, False)
+        eventually(lambda: endpoint.stats().peers)  # welcomed, and attached with that
     else:
         endpoint.open_export("t", PROMPT_HASH, 12)
         endpoint.announce("t", [1, 2], 8)
