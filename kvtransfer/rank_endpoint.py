@@ -150,9 +150,7 @@ class RankEndpoint:
         else:
             self._loop.wakeup.close()
 
-    def _post(
-        self, method: Callable[Concatenate[float, Wish], None], *args: Wish.args, **kwargs: Wish.kwargs
-    ) -> None:
+    def _post(self, method: Callable[Concatenate[float, Wish], None], *args: Wish.args, **kwargs: Wish.kwargs) -> None:
         self._loop.post(lambda now_s: method(now_s, *args, **kwargs))
 
     def _require_blocks(self, block_ids: Sequence[int]) -> None:
