@@ -192,9 +192,7 @@ def test_ranks_without_a_link_in_common_are_not_paired(cluster: Cluster) -> None
     assert importer.closed_import().failure_kind == "refused"
 
 
-def test_the_second_link_is_used_where_memory_cannot_be_read(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_second_link_is_used_where_memory_cannot_be_read(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.endpoint.loop.why_unreadable", lambda pid, address: "no rights, says the test")
     exporter, importer = cluster.rank(), cluster.rank()
     importer.import_("t", exporter, [7, 8, 9], num_tokens=12)
