@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from kvtransfer import vllm_seeded_chunks
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
@@ -100,6 +101,7 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- in each rank ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        vllm_seeded_chunks.install()
         config = self._vllm_config
         rank = get_tensor_model_parallel_rank()
         spec: Any = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
