@@ -14,7 +14,8 @@ class EndpointSettings:
     rank: int
     """Rank within the engine; an importer talks to the exporters that the proxy names."""
     bind: str
-    """ZMQ endpoint of the exporter: `ipc://` and a path of at most 100 characters, or `tcp://127.0.0.1:0`."""
+    """ZMQ endpoint of the exporter: `ipc://` and a path of at most 100 characters, to which `-RANK` is appended
+    (ZMQ would let a second rank take the first one's path away), or `tcp://127.0.0.1:0`."""
     worker_id: str = ""
     """For the log."""
     report_to: str | None = None

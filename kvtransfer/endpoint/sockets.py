@@ -56,13 +56,14 @@ def bind_exporter(context: zmq.Context[zmq.Socket[bytes]], settings: EndpointSet
     """The ROUTER that importers connect to, and its address. Raises OSError naming the address."""
     socket = open_socket(context, zmq.ROUTER, settings)
     socket.set(zmq.MAXMSGSIZE, 2 * MAX_CONTROL_BYTES)
+    bind = f"{settings.bind}-{settings.rank}" if settings.bind.startswith("ipc://") else settings.bind
     try:
-        socket.bind(settings.bind)
+        socket.bind(bind)
     except zmq.ZMQError as error:
         socket.close()
         raise OSError(
             error.errno,
-            f"rank {settings.rank} cannot bind its exporter to {settings.bind}: {error.strerror}. "
+            f"rank {settings.rank} cannot bind its exporter to {bind}: {error.strerror}. "
             "Choose a free port or a directory that exists and is writable.",
         ) from error
     return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")

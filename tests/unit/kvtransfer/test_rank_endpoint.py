@@ -223,6 +223,20 @@ def test_a_waiting_importer_keeps_the_lease_alive(cluster: Cluster) -> None:
     assert importer.closed_import().outcome == "loaded"
 
 
+def test_ranks_with_one_setting_have_addresses_of_their_own(cluster: Cluster) -> None:
+    first, second = cluster.rank(name="worker-kv", rank=0), cluster.rank(name="worker-kv", rank=1)
+    assert first.endpoint.address != second.endpoint.address
+
+
+def test_tcp_works_like_ipc(cluster: Cluster, link: str) -> None:
+    exporter = cluster.rank(links=(link,), bind="tcp://127.0.0.1:0")
+    importer = cluster.rank(links=(link,))
+    importer.import_("t", exporter, [7, 8, 9], num_tokens=12)
+    exporter.export("t", [1, 2, 3], 12)
+    assert importer.closed_import().outcome == "loaded"
+    assert importer.holds([7, 8, 9], exporter, [1, 2, 3])
+
+
 def test_equal_ids_do_not_mix(pair: Pair) -> None:
     """A second export under an id in use changes nothing."""
     exporter, importer = pair

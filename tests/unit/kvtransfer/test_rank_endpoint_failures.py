@@ -339,6 +339,6 @@ def test_an_idle_endpoint_does_not_spin(cluster: Cluster) -> None:
 
 
 def test_an_address_in_use_is_named(cluster: Cluster, directory: Path) -> None:
-    (directory / "occupied").mkdir()
-    with pytest.raises(OSError, match=f"rank 0 cannot bind its exporter to ipc://{directory}/occupied"):
-        cluster.rank(name="occupied")
+    (directory / "occupied-3").mkdir()
+    with pytest.raises(OSError, match=f"rank 3 cannot bind its exporter to ipc://{directory}/occupied-3"):
+        cluster.rank(name="occupied", rank=3)
