@@ -21,6 +21,7 @@ from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME
 
 STATUS_LINE = "proxy.frontend.status_line.StatusLine"
+TRANSFER_PARAMS_GUARD = "proxy.frontend.transfer_params_guard.TransferParamsGuard"
 
 # Ours are quiet by default; `server.options` may say otherwise.
 QUIET = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
@@ -44,7 +45,7 @@ def server_arguments(config: ClusterConfig, model_path: str) -> tuple[argparse.N
     options = {**QUIET, **config.server.options}
     args = parser.parse_args(_as_command_line(parser, options))
     # Last is outermost.
-    args.middleware = [*args.middleware, STATUS_LINE]
+    args.middleware = [*args.middleware, TRANSFER_PARAMS_GUARD, STATUS_LINE]
     args.host, args.port = config.server.host, config.server.port
     args.model = args.model_tag = model_path
     args.served_model_name = _served_names(config)

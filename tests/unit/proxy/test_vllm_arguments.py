@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from proxy.frontend.vllm_arguments import STATUS_LINE, ServerOptionError, server_arguments
+from proxy.frontend.vllm_arguments import STATUS_LINE, TRANSFER_PARAMS_GUARD, ServerOptionError, server_arguments
 
 
 def arguments(**config: Any) -> Any:
@@ -40,7 +40,9 @@ def test_frontend_flags_are_converted_by_vllms_own_parser() -> None:
     assert args.enable_force_include_usage is False
     assert args.max_log_len == 10
     assert [(m.name, m.path) for m in args.lora_modules] == [("a", "/b")]
-    assert args.middleware == ["my.Middleware", "your.Middleware", STATUS_LINE], "ours is outermost"
+    assert args.middleware == ["my.Middleware", "your.Middleware", TRANSFER_PARAMS_GUARD, STATUS_LINE], (
+        "ours are outermost"
+    )
 
 
 def test_one_api_key_may_be_given_as_text() -> None:

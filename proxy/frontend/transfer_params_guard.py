@@ -1,0 +1,81 @@
+"""Refuses `kv_transfer_params` of clients before vLLM looks at the request.
+
+They say which memory of which worker is read, so only the proxy may set them. vLLM takes them from three places in a
+body, starts streams before it validates them, and fails with a 500 where they are no object; so they are refused
+here. `legs.vllm_leg_requests.describe` is the second line: it sees what no spelling can hide.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.frontend.status_line import App, Message, Receive, Scope, Send
+
+FIELD = "kv_transfer_params"
+REFUSAL = (
+    f"{FIELD} are set by the proxy for its own hand-overs and are not accepted from clients; remove the field from "
+    f"the request (parameter={FIELD})"
+)
+
+
+class TransferParamsGuard:
+    """A pure ASGI middleware."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        messages = await _whole_body(receive)
+        if carries_transfer_params(b"".join(message.get("body", b"") for message in messages)):
+            await _refuse(send, anthropic=str(scope.get("path", "")).endswith("/v1/messages"))
+            return
+
+        async def replay() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+
+def carries_transfer_params(body: bytes) -> bool:
+    """Whether a request body sets the field anywhere vLLM would read it. A text that mentions it is no such body."""
+    if FIELD.encode() not in body:
+        return False
+    try:
+        request = json.loads(body)
+    except ValueError:
+        return False  # vLLM answers what it answers to bad JSON
+    if not isinstance(request, Mapping):
+        return False
+    sampling_params = _part(request, "sampling_params")
+    places = (request, _part(request, "vllm_xargs"), sampling_params, _part(sampling_params, "extra_args"))
+    return any(place.get(FIELD) is not None for place in places)
+
+
+def _part(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = request.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+async def _whole_body(receive: Receive) -> list[Message]:
+    """The messages up to the end of the body, or up to the client's departure."""
+    messages: list[Message] = []
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return messages
+
+
+async def _refuse(send: Send, *, anthropic: bool) -> None:
+    error: dict[str, Any]
+    if anthropic:
+        error = {"type": "error", "error": {"type": "invalid_request_error", "message": REFUSAL}}
+    else:
+        error = {"error": {"message": REFUSAL, "type": "BadRequestError", "param": FIELD, "code": 400}}
+    body = json.dumps(error).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,97 @@
+"""Clients cannot steer a hand-over."""
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.frontend.status_line import Message
+from proxy.frontend.transfer_params_guard import TransferParamsGuard, carries_transfer_params
+
+PARAMS = {"mode": "import"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", "kv_transfer_params": PARAMS},
+        {"prompt": "x", "kv_transfer_params": "text"},
+        {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "text"}},
+        {"token_ids": [1], "sampling_params": {"kv_transfer_params": PARAMS}},
+        {"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": PARAMS}}},
+    ],
+)
+def test_the_field_is_found_wherever_vllm_reads_it(body: dict[str, Any]) -> None:
+    assert carries_transfer_params(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"kv_transfer_params",
+        b'["kv_transfer_params"]',
+        b'{"prompt": "what are kv_transfer_params?"}',
+        b'{"prompt": "x", "kv_transfer_params": null}',
+        b'{"prompt": "x", "vllm_xargs": "kv_transfer_params"}',
+        b'{"tools": [{"function": {"parameters": {"properties": {"kv_transfer_params": {}}}}}]}',
+    ],
+)
+def test_other_bodies_pass(body: bytes) -> None:
+    assert not carries_transfer_params(body)
+
+
+async def through(
+    chunks: list[bytes], path: str = "/v1/completions", method: str = "POST"
+) -> tuple[Any, list[Message]]:
+    """What the application received (None if it was not reached), and what was sent."""
+    queue: list[Message] = [
+        {"type": "http.request", "body": chunk, "more_body": at + 1 < len(chunks)} for at, chunk in enumerate(chunks)
+    ]
+    queue.append({"type": "http.disconnect"})
+    seen: list[Message] = []
+    sent: list[Message] = []
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        while True:
+            seen.append(await receive())
+            if seen[-1]["type"] == "http.disconnect":
+                return
+
+    async def receive() -> Message:
+        return queue.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await TransferParamsGuard(app)({"type": "http", "method": method, "path": path}, receive, send)
+    return seen, sent
+
+
+async def test_a_body_in_pieces_is_passed_on_as_it_came_and_then_the_departure() -> None:
+    seen, sent = await through([b'{"prompt": ', b'"x"}'])
+    assert [message.get("body") for message in seen] == [b'{"prompt": ', b'"x"}', None]
+    assert sent == []
+
+
+async def test_the_field_split_over_two_pieces_is_refused_with_400() -> None:
+    seen, sent = await through([b'{"kv_transfer', b'_params": {"mode": "import"}}'])
+    assert seen == []
+    assert sent[0]["status"] == 400
+    assert json.loads(sent[1]["body"])["error"]["param"] == "kv_transfer_params"
+
+
+async def test_the_messages_route_is_refused_in_its_own_words() -> None:
+    _, sent = await through([json.dumps({"kv_transfer_params": PARAMS}).encode()], "/v1/messages")
+    assert json.loads(sent[1]["body"])["type"] == "error"
+
+
+async def test_a_client_that_leaves_within_its_body_is_passed_on() -> None:
+    seen, sent = await through([])
+    assert [message["type"] for message in seen] == ["http.disconnect"]
+    assert sent == []
+
+
+async def test_other_methods_are_not_read() -> None:
+    seen, _ = await through([b"kv_transfer_params"], method="GET")
+    assert len(seen) == 2
