@@ -160,6 +160,9 @@ def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster,
     spared_cluster.kill_all("prefill")
 
     alone = _alone(spared_cluster, prompt, 8)
+    # Several chunks and a seed: what kills a CPU engine of plain vLLM 0.32.
+    seeded = {"model": MODEL_NAME, "prompt": prompt[::-1], "max_tokens": 4, "temperature": 0.9, "seed": 3}
+    assert httpx.post(f"{spared_cluster.url}/v1/completions", json=seeded, timeout=30).status_code == 200
 
     spared_cluster.pair()
     assert _alone(spared_cluster, prompt, 8) == alone

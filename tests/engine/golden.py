@@ -32,9 +32,9 @@ class Golden(msgspec.Struct, frozen=True):
 def send_as_told(server: Server, case: Case) -> Reply:
     """Sends a case to a server with cold prefix caches; once more, if the case wants them warm."""
     reset_prefix_caches(server)
-    client = openai_client(server)
-    reply = send(client, case)
-    return send(client, case) if case.warm else reply
+    with openai_client(server) as client:
+        reply = send(client, case)
+        return send(client, case) if case.warm else reply
 
 
 def record(server: Server, encode_prompt: Callable[[int, int], Sequence[int]]) -> Golden:

@@ -136,31 +136,34 @@ def test_a_hundred_requests_with_one_request_id_get_their_own_answers(cluster: S
 def test_a_seeded_prompt_of_several_chunks_kills_no_worker(cluster: Server) -> None:
     """A CPU engine of vLLM 0.32 dies of a seeded request whose prompt it computes in several chunks."""
     assert len(LETTER.split()) > CHUNK
-    client = openai_client(cluster)
 
-    def ask() -> str:
+    def ask() -> list[str]:
         reset_prefix_caches(cluster)
-        reply = client.completions.create(model=MODEL_NAME, prompt=LETTER, max_tokens=8, temperature=0.9, seed=5, n=2)
-        return json.dumps([choice.text for choice in reply.choices])
+        with openai_client(cluster) as client:
+            reply = client.completions.create(
+                model=MODEL_NAME, prompt=LETTER, max_tokens=8, temperature=0.9, seed=5, n=2
+            )
+        return [choice.text for choice in reply.choices]
 
     assert ask() == ask(), "the same seed gives the same text"
 
 
-def test_short_prompts_are_prefilled_on_d_and_report_its_cache_hits(zmq_cluster: Server) -> None:
-    client = openai_client(zmq_cluster)
+def test_a_prompt_with_nothing_to_move_is_prefilled_on_d(zmq_cluster: Server) -> None:
     moved = Moved(zmq_cluster.url, "zmq")
-    # This cluster is asked to hand over all but one-token prompts; `min_tokens` cannot be exact with one token.
-    reply = client.completions.create(
-        model=MODEL_NAME, prompt=[504], max_tokens=4, temperature=0, extra_body={"min_tokens": 2}
-    )
+    # With `min_tokens` D computes the last prompt token itself, and here there is no other.
+    with openai_client(zmq_cluster) as client:
+        reply = client.completions.create(
+            model=MODEL_NAME, prompt=[504], max_tokens=4, temperature=0, extra_body={"min_tokens": 2}
+        )
     assert reply.choices[0].finish_reason == "length"
     assert (moved.local_tokens, moved.remote_tokens, moved.bytes_) == (1, 0, 0)
 
 
 def test_api_key_is_asked_for(zmq_cluster: Server) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        openai_client(zmq_cluster, "wrong").models.list()
-    assert [model.id for model in openai_client(zmq_cluster).models.list().data] == [MODEL_NAME]
+    with openai_client(zmq_cluster, "wrong") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with openai_client(zmq_cluster) as client:
+        assert [model.id for model in client.models.list().data] == [MODEL_NAME]
     assert httpx.get(f"{zmq_cluster.url}/health", timeout=10).status_code == 200
 
 
