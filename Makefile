@@ -32,7 +32,7 @@ test: test-unit ## all tests: unit, then those with real engines (at most 15 min
 	$(BIN)/python -m pytest tests/engine tests/chaos $(ARGS)
 
 test-unit: $(STAMP) ## tests without engines (at most a minute)
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types
 	$(BIN)/ruff format --check .

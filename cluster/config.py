@@ -85,15 +85,9 @@ class TransferConfig(ConfigNode):
     peer_lost_after_s: float = Field(default=5.0, gt=0, description="A silent rank counts as lost after this time.")
     chunk_bytes: int = Field(default=1 << 20, ge=4096, le=64 << 20, description="Bytes of one message on link `zmq`.")
     fetch_window: int = Field(default=4, ge=1, le=64, description="Messages under way per peer on link `zmq`.")
-    verify: Literal["off", "sample", "all"] = Field(default="off", description="Which blocks are checksummed.")
     bind_host: str = Field(
         default="", description="Address ranks listen on (tcp). Empty: private ipc sockets, for workers on one host."
     )
-
-    @field_validator("verify", mode="before")
-    @classmethod
-    def _yaml_reads_off_as_false(cls, value: object) -> object:
-        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _leases_outlive_beats(self) -> "TransferConfig":

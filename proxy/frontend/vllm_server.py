@@ -44,6 +44,9 @@ log = logging.getLogger("twinpool.proxy")
 STREAMS_END_WITHIN_S = 3
 SELF_TEST_TIMEOUT_S = 120.0
 SELF_TEST_TOKENS = 96
+SELF_TEST_ATTEMPTS = 3
+SELF_TEST_PAUSE_S = 3.0
+"""Longer than a worker takes to be taken back."""
 
 
 class VllmServer:
@@ -227,16 +230,25 @@ def _listening_socket(host: str, port: int, unix_path: str | None) -> socket.soc
 
 
 async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:
-    """One real generation, through both pools if the prompt is long enough; raises `ProxyStartError`."""
+    """One real generation, through both pools if the prompt is long enough; raises `ProxyStartError`.
+
+    On a machine that is short of CPU a worker and the proxy may lose sight of each other while the server is being
+    built, which ends the request and not the worker; so a failure is believed the third time.
+    """
     num_prompt_tokens = max(1, min(num_prompt_tokens, llm.model_config.max_model_len - 4))
     vocab_size = llm.model_config.get_vocab_size()
-    prompt = tokens_input([(7 * index + 3) % min(vocab_size, 512) for index in range(num_prompt_tokens)])
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
-    num_tokens = 0
+    prompt = [(7 * index + 3) % min(vocab_size, 512) for index in range(num_prompt_tokens)]
     try:
         async with asyncio.timeout(SELF_TEST_TIMEOUT_S):
-            async for output in llm.generate(prompt, params, "twinpool-self-test"):
-                num_tokens = len(output.outputs[0].token_ids)
+            for attempt in range(1, SELF_TEST_ATTEMPTS + 1):
+                try:
+                    num_tokens = await _generate_two(llm, prompt, f"twinpool-self-test-{attempt}")
+                    break
+                except VLLMError as error:
+                    log.warning("self_test_failed attempt=%d error=%s", attempt, error)
+                    if attempt == SELF_TEST_ATTEMPTS:
+                        raise
+                    await asyncio.sleep(SELF_TEST_PAUSE_S)
     except TimeoutError as error:
         raise ProxyStartError(
             f"the self-test got no answer within {SELF_TEST_TIMEOUT_S:g} s; see the workers' logs"
@@ -245,6 +257,15 @@ async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:
         raise ProxyStartError(f"the self-test through both pools failed: {error}; see the workers' logs") from error
     if num_tokens != 2:
         raise ProxyStartError(f"the self-test gave {num_tokens} tokens instead of 2; see the workers' logs")
+
+
+async def _generate_two(llm: AsyncLLM, prompt: list[int], request_id: str) -> int:
+    """How many of the two tokens asked for came."""
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    num_tokens = 0
+    async for output in llm.generate(tokens_input(prompt), params, request_id):
+        num_tokens = len(output.outputs[0].token_ids)
+    return num_tokens
 
 
 async def _end_http(http: uvicorn.Server, serving: "asyncio.Task[None]") -> None:

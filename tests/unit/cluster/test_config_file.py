@@ -50,10 +50,6 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "# nothing yet\n")) == ClusterConfig()
 
 
-def test_verify_off_is_not_read_as_false() -> None:
-    assert load_config(None, ["transfer.verify=off"]).transfer.verify == "off"
-
-
 def test_numbers_in_env_become_text() -> None:
     assert load_config(None, ["pools.decode.env.CUDA_VISIBLE_DEVICES=0"]).pools.decode.env == {
         "CUDA_VISIBLE_DEVICES": "0"

@@ -146,7 +146,8 @@ def test_the_death_of_an_importer_ends_its_hold_at_once(cluster: Cluster, spawn:
     exporter.endpoint.open_export("t", PROMPT_HASH, 12)
     process, _, _ = spawn("host", "importer", exporter.endpoint.address, exporter.endpoint.epoch)
     exporter.endpoint.finish_export("t", [1, 2, 3], 12, 7)
-    time.sleep(0.1)  # the attach is on its way
+    exports = exporter.endpoint._loop.exporter._exports
+    eventually(lambda: exports["t"].lease.importers)
     process.send_signal(signal.SIGSTOP)
     exporter.endpoint.abort_export("t", "for a test")
     assert not exporter.has_closed(0.2), "it might be reading"
