@@ -105,6 +105,8 @@ class CacheMap:
     """Per layer, one region per run."""
     owners: tuple[object, ...]
     """The caches themselves: they must outlive every copy."""
+    device: str = "cpu"
+    """`cpu`, or `cuda:N` as torch names GPUs."""
 
     @classmethod
     def of(cls, layout: CacheLayout, num_blocks: int, layers: tuple[tuple[Region, ...], ...]) -> Self:
@@ -123,10 +125,11 @@ class _Strided:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     item_bytes: int
+    device: str
 
 
 def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> CacheMap:
-    """Describe `kv_caches`: per layer name a torch CPU tensor or numpy array with the block as logical axis 0.
+    """Describe `kv_caches`: per layer name a torch tensor, numpy or cupy array with the block as logical axis 0.
 
     Raises LayoutError, naming the layer with its shape and strides, for anything that is not a set of contiguous runs.
     """
@@ -134,8 +137,10 @@ def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> C
         raise LayoutError("No KV cache was registered: kvtransfer needs at least one attention layer.")
     names = tuple(sorted(kv_caches, key=_natural_order))
     shapes, orders, runs, layers = [], [], [], []
+    devices = {}
     for name in names:
         array = _strided(name, kv_caches[name])
+        devices[array.device] = name
         where = f"KV cache of layer {name!r} (shape {array.shape}, strides {array.strides} bytes)"
         if len(array.shape) < 2 or array.shape[0] != num_blocks:
             raise LayoutError(
@@ -151,25 +156,34 @@ def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> C
         orders.append(tuple(axis - 1 for axis in order if axis != 0))
         runs.append((run_bytes,) * len(offsets))
     layout = CacheLayout(facts, names, tuple(shapes), tuple(orders), tuple(runs))
-    return CacheMap(layout, num_blocks, tuple(layers), tuple(kv_caches[name] for name in names))
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise LayoutError(f"The KV caches lie on several devices: {places}. A rank moves blocks of one device.")
+    return CacheMap(layout, num_blocks, tuple(layers), tuple(kv_caches[name] for name in names), next(iter(devices)))
 
 
 def _strided(name: str, cache: Any) -> _Strided:
     if hasattr(cache, "data_ptr"):  # a torch tensor; torch itself is not imported for this
-        if cache.device.type != "cpu":
-            raise LayoutError(
-                f"KV cache of layer {name!r} is on {cache.device}: the links `host` and `zmq` move CPU memory only."
-            )
+        if cache.device.type not in ("cpu", "cuda"):
+            raise LayoutError(f"KV cache of layer {name!r} is on {cache.device}: only CPU and CUDA memory can be moved.")
         item_bytes = int(cache.element_size())
         strides = tuple(int(stride) * item_bytes for stride in cache.stride())
-        return _Strided(int(cache.data_ptr()), tuple(cache.shape), strides, item_bytes)
+        return _Strided(int(cache.data_ptr()), tuple(cache.shape), strides, item_bytes, _torch_device(cache.device))
     if hasattr(cache, "__array_interface__"):
         address = int(cache.__array_interface__["data"][0])
-        return _Strided(address, tuple(cache.shape), tuple(cache.strides), int(cache.itemsize))
+        return _Strided(address, tuple(cache.shape), tuple(cache.strides), int(cache.itemsize), "cpu")
+    if hasattr(cache, "__cuda_array_interface__"):
+        address = int(cache.__cuda_array_interface__["data"][0])
+        device = f"cuda:{cache.device.id}"
+        return _Strided(address, tuple(cache.shape), tuple(cache.strides), int(cache.itemsize), device)
     raise LayoutError(
         f"KV cache of layer {name!r} is a {type(cache).__name__}: expected one tensor per layer. "
         "State-space and hybrid caches cannot be handed over yet."
     )
+
+
+def _torch_device(device: Any) -> str:
+    return "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
 
 
 def _memory_order(where: str, array: _Strided) -> tuple[int, ...]:

@@ -10,13 +10,26 @@ struct in one frame, except `Blocks`, whose payload follows in a second frame. T
     Attach     ------------------------------>            as soon as the request reaches the decode worker
                <------------------------------ Attached
                <------------------------------ Ready      after each chunk of the prefill
-    Fetch      ------------------------------>            only on links where the exporter sends (zmq)
-               <------------------------------ Blocks
+    Fetch      ------------------------------>            only on links where the exporter sends (zmq, nccl)
+               <------------------------------ Blocks     on zmq, with the bytes
+               <------------------------------ Sending    on nccl: the bytes come through the communicator
                <------------------------------ Done       prefill finished; carries the first token
     Release    ------------------------------>            everything needed was copied
     Beat       ------------------------------>            every few seconds, renews all leases held
                <------------------------------ BeatAck
     Failed     <----------------------------->            either side gives up; the other must stop
+
+On the link `nccl` the pair needs a communicator, from the moment it meets until it breaks, one *generation* after
+the other:
+
+    CommRequest ----------------------------->            after Welcome, and to replace one that is gone
+                <----------------------------- CommOffer  with NCCL's unique id; both sides join at once
+    CommBroken  <---------------------------->            either side dropped it; the other must too
+
+Exactly one NCCL receive belongs to each `Sending`, of that size and in that order: its number is counted per
+generation, and anything else than the next one breaks the communicator. The importer posts the receive when
+`Sending` comes, so that no kernel waits on its GPU for blocks that are still being gathered, and does so even for
+blocks that it no longer wants. A `Fetch` of a generation that is over gets no answer; the importer repeats it.
 
 `transfer_id` is minted by the proxy. `epoch` names one life of one process: a message for another epoch
 is refused, so a restarted peer on the same address is a new peer.
@@ -43,6 +56,12 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Of the exporter that is meant; another one on its address refuses."""
     pid: int
     """Of the importer, so that an exporter on the same machine learns at once of its death."""
+    device: str = "cpu"
+    """Where the importer's KV cache lies: `cpu`, or the PCI address of its GPU."""
+    nccl_version: int = 0
+    """Of the importer; both sides need the same. 0 without NCCL."""
+    unusable: dict[str, str] = {}
+    """Links that are configured but cannot be used by the importer, and why."""
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
@@ -51,6 +70,16 @@ class MemoryRegion(msgspec.Struct, frozen=True):
     base_address: int
     block_stride_bytes: int
     num_blocks: int
+
+
+class SharedAllocation(msgspec.Struct, frozen=True):
+    """One CUDA allocation of the exporter that holds KV caches."""
+
+    base_address: int
+    """In the exporter's address space; the regions lie from there on."""
+    num_bytes: int
+    handle: bytes
+    """CUDA's IPC handle of it."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -65,6 +94,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     pid: int
     regions: list[MemoryRegion]
     """One per run of each layer, in order. Empty unless the link reads the exporter's memory."""
+    allocations: list[SharedAllocation] = []
+    """On the link `cuda_ipc`, the allocations that the regions lie in."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -127,6 +158,45 @@ class Fetch(msgspec.Struct, tag="fetch", frozen=True):
     num_layers: int
     block_ids: list[int]
     """The exporter's ids."""
+    generation: int = 0
+    """On the link `nccl`, of the communicator to send through."""
+
+
+class CommRequest(msgspec.Struct, tag="comm_request", frozen=True):
+    """Importer to exporter: offer a communicator; an earlier generation is over."""
+
+    generation: int
+    staging_bytes: int
+    """Size of each of the importer's two staging buffers."""
+
+
+class CommOffer(msgspec.Struct, tag="comm_offer", frozen=True):
+    """Exporter to importer: join it as rank 1 now."""
+
+    generation: int
+    staging_bytes: int
+    """Size of each of the exporter's two; no `Fetch` may take more than the smaller ones hold."""
+    unique_id: bytes
+    """NCCL's."""
+
+
+class CommBroken(msgspec.Struct, tag="comm_broken", frozen=True):
+    """Either way: this communicator is not to be used any more."""
+
+    generation: int
+    reason: str
+    is_failure: bool
+    """False when it was given up because others needed its place."""
+
+
+class Sending(msgspec.Struct, tag="sending", frozen=True):
+    """Exporter to importer: the blocks of this fetch are being sent through the communicator."""
+
+    generation: int
+    sequence: int
+    """Counts the sends of this generation from 0."""
+    fetch_id: int
+    num_bytes: int
 
 
 class Blocks(msgspec.Struct, tag="blocks", frozen=True):
@@ -168,5 +238,7 @@ class BeatAck(msgspec.Struct, tag="beat_ack", frozen=True):
 
 FAILURE_KINDS = ("transport", "lease_expired", "refused", "mismatch", "aborted", "peer_lost", "unknown_transfer")
 
-FromImporter = Hello | Attach | Fetch | Release | Failed | Beat
-FromExporter = Welcome | Refused | Attached | Ready | Done | Blocks | Failed | BeatAck
+FromImporter = Hello | Attach | Fetch | Release | Failed | Beat | CommRequest | CommBroken
+FromExporter = (
+    Welcome | Refused | Attached | Ready | Done | Blocks | Failed | BeatAck | CommOffer | CommBroken | Sending
+)

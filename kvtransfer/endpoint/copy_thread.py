@@ -7,8 +7,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtransfer.copy_plan import plan_copy
+from kvtransfer.endpoint.peers import PeerKey
 from kvtransfer.imports import Piece
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.links.host_memory import MemoryReadError, read_memory
@@ -21,7 +23,9 @@ class CopyJob:
     piece: Piece
     pid: int
     sources: tuple[Region, ...]
-    """The exporter's regions of the layers of `piece`."""
+    """The exporter's regions of the layers of `piece`, at the addresses by which this process reads them."""
+    key: PeerKey
+    link: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,21 @@ class CopyResult:
     """On the machine's monotonic clock: what was read later than the lease is void."""
     failure_kind: str = ""
     reason: str = ""
+
+
+class Copier(Protocol):
+    """Whoever carries out copy jobs. `results` is emptied by the owner."""
+
+    @property
+    def results(self) -> deque[CopyResult]: ...
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why no further job will have a result."""
+
+    def submit(self, job: CopyJob) -> None: ...
+
+    def close(self, timeout_s: float) -> bool: ...
 
 
 class CopyThread:

@@ -1,12 +1,13 @@
 """What an endpoint knows of the ranks at the other end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.imports import Import, Piece
 from kvtransfer.layout import CacheLayout, Region
-from kvtransfer.messages import MemoryRegion
+from kvtransfer.links.negotiation import LinkSide, unusable_links
+from kvtransfer.messages import MemoryRegion, SharedAllocation
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,21 @@ class RankIdentity:
     epoch: str
     host_id: str
     pid: int
+    device: str = "cpu"
+    """Where the KV cache lies: `cpu`, or the PCI address of the GPU."""
+    nccl_version: int = 0
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    """Links that turned out not to work in this process, and why."""
+    allocations: Sequence[SharedAllocation] = ()
+    """What other processes map to read a cache on a GPU."""
+
+    def link_side(self, enabled: Sequence[str], passed_over: Mapping[str, str] | None = None) -> LinkSide:
+        """What this rank brings to the choice of a link. `passed_over`: links that failed with this one peer."""
+        unusable = unusable_links(enabled, self.device)
+        unusable |= {link: reason for link, reason in self.unusable.items() if link in enabled}
+        unusable |= passed_over or {}
+        links = [link for link in enabled if link not in unusable]
+        return LinkSide(links, self.host_id, self.pid, self.device, self.nccl_version, unusable)
 
 
 @dataclass(frozen=True)
@@ -23,7 +39,7 @@ class ImporterPeer:
     """An importer that was welcomed."""
 
     epoch: str
-    reads_memory: bool
+    link: str
 
 
 @dataclass(frozen=True)
@@ -39,17 +55,19 @@ class ExporterPeer:
     """An exporter. `link` is empty until it is agreed on; `refusal` is set when it never will be."""
 
     key: PeerKey
-    links: list[str]
-    """Those offered, best first."""
+    passed_over: dict[str, str]
+    """Links that were tried with it and do not work, and why."""
     answer_until_s: float
     """When `Hello` or `Beat` must have been answered; infinite when nothing is asked."""
     next_beat_s: float
+    preparing: str = ""
+    """The link that was chosen and is being made ready."""
     link: str = ""
     why: str = ""
     refusal: str = ""
     pid: int = 0
     layers: tuple[tuple[Region, ...], ...] = ()
-    """Per layer, where its blocks lie; only for the link `host`."""
+    """Per layer, where this process reads its blocks; only for links that read memory."""
     imports: dict[str, Import] = field(default_factory=dict)  # those that still want something of it
     abandoned: list[Import] = field(default_factory=list)  # given up before the exporter could be told of them
     with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch, in turn

@@ -2,11 +2,17 @@
 
 from dataclasses import dataclass
 
-LINKS = ("host", "zmq")
+from kvtransfer.layout import CacheLayout
+from kvtransfer.links.negotiation import LINKS
+
 MAX_FETCH_BYTES = 64 << 20
 """An exporter serves no larger fetch, whatever the importer asks for."""
 MAX_FETCHES_QUEUED = 64
 """Per importer and transfer, at the exporter."""
+
+
+STAGING_CHUNKS = 16
+"""A send through NCCL takes this many chunks, since it costs much more to begin than a ZMQ message."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,14 @@ class EndpointSettings:
     """Payload of one `Blocks` message, exceeded only where one layer of one block is larger."""
     fetch_window: int = 4
     """Fetches outstanding per exporter."""
+    prepare_within_s: float = 10.0
+    """For mapping an exporter's GPU memory, or for NCCL to connect two ranks; after that another link must do."""
+    max_communicators: int = 8
+    """NCCL communicators, as exporter and again as importer; each takes 50 to 100 MB of GPU memory and two buffers."""
+
+    def staging_bytes(self, layout: CacheLayout) -> int:
+        """Of each of a communicator's two staging buffers: the largest fetch on link `nccl`."""
+        return min(MAX_FETCH_BYTES, max(self.chunk_bytes * STAGING_CHUNKS, *layout.layer_bytes))
 
     def __post_init__(self) -> None:
         unknown = [link for link in self.links if link not in LINKS]
@@ -49,9 +63,11 @@ class EndpointSettings:
             raise ValueError(f"bind is {self.bind!r}: the path of an ipc socket has at most 100 characters.")
         if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 1 MiB.")
+        if self.max_communicators < 1:
+            raise ValueError(f"max_communicators is {self.max_communicators}: choose 1 or more, or drop the link nccl.")
         if not 1 <= self.fetch_window <= MAX_FETCHES_QUEUED:
             raise ValueError(f"fetch_window is {self.fetch_window}: choose 1 to {MAX_FETCHES_QUEUED}.")
-        for name in ("lease_first_s", "beat_s", "lease_renew_s", "peer_heartbeat_s", "peer_lost_after_s"):
+        for name in ("lease_first_s", "beat_s", "lease_renew_s", "peer_heartbeat_s", "peer_lost_after_s", "prepare_within_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: a duration in seconds above 0 is needed.")
         if self.beat_s >= self.lease_renew_s:
