@@ -165,7 +165,9 @@ def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> C
 def _strided(name: str, cache: Any) -> _Strided:
     if hasattr(cache, "data_ptr"):  # a torch tensor; torch itself is not imported for this
         if cache.device.type not in ("cpu", "cuda"):
-            raise LayoutError(f"KV cache of layer {name!r} is on {cache.device}: only CPU and CUDA memory can be moved.")
+            raise LayoutError(
+                f"KV cache of layer {name!r} is on {cache.device}: only CPU and CUDA memory can be moved."
+            )
         item_bytes = int(cache.element_size())
         strides = tuple(int(stride) * item_bytes for stride in cache.stride())
         return _Strided(int(cache.data_ptr()), tuple(cache.shape), strides, item_bytes, _torch_device(cache.device))

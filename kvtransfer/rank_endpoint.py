@@ -16,10 +16,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec
 
+from kvtransfer.compute_fence import ComputeFence, NoFence
 from kvtransfer.endpoint.loop import EndpointLoop
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.endpoint.sockets import Wakeup
 from kvtransfer.export import ClosedExport
+from kvtransfer.gpu.gpu_links import open_gpu_links
 from kvtransfer.host_messages import RankStats
 from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import CacheMap
@@ -49,7 +52,22 @@ class RankEndpoint:
         self._is_closing = False
         if "host" in settings.links:
             allow_reading()
-        self._loop = EndpointLoop(settings, cache, RankIdentity(self.epoch, host_id(), os.getpid()), self._on_closed)
+        wakeup = Wakeup()
+        try:
+            self._gpu = open_gpu_links(cache, settings, wakeup.set)
+        except BaseException:
+            wakeup.close()
+            raise
+        identity = RankIdentity(self.epoch, host_id(), os.getpid())
+        if gpu := self._gpu:
+            facts = (gpu.device_name, gpu.nccl_version, gpu.unusable, gpu.allocations)
+            identity = RankIdentity(self.epoch, host_id(), os.getpid(), *facts)
+        try:
+            self._loop = EndpointLoop(settings, cache, identity, self._on_closed, wakeup, self._gpu)
+        except BaseException:
+            if self._gpu:
+                self._gpu.close(timeout_s=1.0)
+            raise
         self.address = self._loop.address
         self._thread = threading.Thread(target=self._run, name=f"kv-rank-{settings.rank}", daemon=True)
         self._thread.start()
@@ -88,6 +106,10 @@ class RankEndpoint:
 
     # The importer's side.
 
+    def meet(self, exporter_address: str, exporter_epoch: str) -> None:
+        """Get the link to this exporter ready, so that no request has to wait for that."""
+        self._post(self._loop.importer.meet, PeerKey(exporter_address, exporter_epoch))
+
     def open_import(
         self,
         transfer_id: str,
@@ -119,6 +141,10 @@ class RankEndpoint:
         return taken
 
     # Both.
+
+    def compute_fence(self, compute_stream: Callable[[], int]) -> ComputeFence:
+        """For the engine's thread, whose current CUDA stream `compute_stream` names when the cache is on a GPU."""
+        return self._gpu.compute_fence(compute_stream) if self._gpu else NoFence()
 
     def wait(self, timeout_s: float) -> bool:
         """Until something can be taken; False when nothing could in time. Raises EndpointDied."""

@@ -15,12 +15,16 @@ from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, En
 from kvtransfer.export import ClosedExport, Export
 from kvtransfer.layout import CacheMap
 from kvtransfer.lease import READABLE_STATES, LeaseState
-from kvtransfer.links.negotiation import choose_link
+from kvtransfer.links.nccl_orders import Broken, Built, Gathered, IdMade, NcclEvent, Sent
+from kvtransfer.links.nccl_pairs import SendingPairs
+from kvtransfer.links.negotiation import READING_LINKS, LinkSide, choose_link
 from kvtransfer.messages import (
     Attach,
     Attached,
     Beat,
     BeatAck,
+    CommBroken,
+    CommRequest,
     Failed,
     Fetch,
     FromExporter,
@@ -72,6 +76,10 @@ class Exporter:
         self.started: list[str] = []
         self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
+        self.pairs = SendingPairs(
+            settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
+        )
+        self._gathering: dict[tuple[bytes, int, int], Fetch] = {}  # by importer, generation and fetch id
 
     @property
     def num_open(self) -> int:
@@ -79,11 +87,12 @@ class Exporter:
 
     @property
     def needs_sweep(self) -> bool:
-        return bool(self._exports or self._waiting)
+        return bool(self._exports or self._waiting) or self.pairs.needs_sweep
 
     @property
     def has_fetches(self) -> bool:
-        return bool(self._fetches)
+        """Some can be served now; others may wait for their communicator."""
+        return any(self._can_serve(importer) for importer, _ in self._fetches)
 
     # What the engine says.
 
@@ -159,6 +168,14 @@ class Exporter:
                 self._release(importer, transfer_id)
             case Beat(transfer_ids):
                 self._beat(now_s, importer, transfer_ids)
+            case CommRequest() if not self.sends_through_nccl(importer):
+                raise BadFrame("a communicator was requested by an importer on another link")
+            case CommRequest():
+                self.pairs.requested(now_s, importer, message)
+                self._void_fetches()
+            case CommBroken():
+                self.pairs.dropped(importer, message)
+                self._void_fetches()
 
     def importer_died(self, epoch: str) -> None:
         """Its process is gone, so it copies nothing any more."""
@@ -167,18 +184,70 @@ class Exporter:
 
     def next_fetch(self) -> tuple[bytes, Fetch] | None:
         """The next one to serve; each transfer has its turn, whatever its size."""
-        if not self._fetches:
+        key = next((key for key in self._fetches if self._can_serve(key[0])), None)
+        if key is None:
             return None
-        key, queue = next(iter(self._fetches.items()))
-        del self._fetches[key]
+        queue = self._fetches.pop(key)
         fetch = queue.popleft()
         if queue:
             self._fetches[key] = queue
         return key[0], fetch
 
+    # What the device's thread says, and has to do, for importers on the link `nccl`.
+
+    def sends_through_nccl(self, importer: bytes) -> bool:
+        known = self._importers.get(importer)
+        return known is not None and known.link == "nccl"
+
+    def gather(self, now_s: float, importer: bytes, fetch: Fetch) -> None:
+        """Serve a fetch that `next_fetch` gave."""
+        self._gathering[importer, fetch.generation, fetch.fetch_id] = fetch
+        regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
+        self.pairs.gather(now_s, importer, fetch, regions)
+
+    def nccl_event(self, event: NcclEvent) -> None:
+        match event:
+            case IdMade():
+                self.pairs.id_made(event)
+            case Built():
+                self.pairs.built(event)
+            case Broken():
+                self.pairs.broke(event)
+                self._void_fetches()
+            case Gathered(pair, fetch_id):
+                if fetch := self._gathering.pop((pair.peer, pair.generation, fetch_id), None):
+                    regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
+                    num_bytes = payload_bytes(len(fetch.block_ids), regions)
+                    self.pairs.gathered(event, num_bytes, self._is_wanted(pair.peer, fetch))
+            case Sent():
+                self.pairs.sent(event)
+        self._tell_pairs()
+
+    def _is_wanted(self, importer: bytes, fetch: Fetch) -> bool:
+        """Sending what is void would do no harm, but takes its time."""
+        export = self._exports.get(fetch.transfer_id)
+        return export is not None and importer in export.lease.importers and not export.is_over(fetch)
+
+    def _can_serve(self, importer: bytes) -> bool:
+        return not (self.sends_through_nccl(importer) and self.pairs.is_busy(importer))
+
+    def _void_fetches(self) -> None:
+        """Of importers whose communicator is gone; they repeat them through the next one."""
+        for importer in self.pairs.broken:
+            self._fetches = {key: queue for key, queue in self._fetches.items() if key[0] != importer}
+            self._gathering = {key: fetch for key, fetch in self._gathering.items() if key[0] != importer}
+        self.pairs.broken.clear()
+        self._tell_pairs()
+
+    def _tell_pairs(self) -> None:
+        self.outbox += self.pairs.outbox
+        self.pairs.outbox.clear()
+
     # What time says.
 
     def sweep(self, now_s: float) -> None:
+        self.pairs.sweep(now_s)
+        self._void_fetches()
         for export in list(self._exports.values()):
             importers = export.lease.importers
             if export.lease.expire(now_s) and export.lease.outcome == "expired":
@@ -213,20 +282,26 @@ class Exporter:
             words = ", ".join(pairs) or "the fingerprints are of different versions"
             self._refuse(importer, f"the KV layouts differ: {words}", differing)
             return
-        choice = choose_link(hello.links, self._settings.links, hello.host_id, self._identity.host_id)
+        us = self._identity
+        theirs = LinkSide(
+            hello.links, hello.host_id, hello.pid, hello.device, hello.nccl_version, unusable=hello.unusable
+        )
+        choice = choose_link(theirs, us.link_side(self._settings.links))
         if not choice.link:
             self._refuse(importer, choice.why, ["links"])
             return
-        reads_memory = choice.link == "host"
+        reads_memory = choice.link in READING_LINKS
+        if choice.link != "nccl":
+            self.pairs.forget(importer, f"the importer changed to the link {choice.link}")
         previous = self._routing_ids.get(hello.epoch)
         if previous is not None and previous != importer:
             self._forget_importer(previous)  # before it greets again, an importer gives up what it did before
-        self._importers[importer] = ImporterPeer(hello.epoch, reads_memory)
+        self._importers[importer] = ImporterPeer(hello.epoch, choice.link)
         self._routing_ids[hello.epoch] = importer
         regions = self._cache.regions(0, self._cache.layout.num_layers) if reads_memory else ()
         memory = [MemoryRegion(r.base_address, r.block_stride_bytes, r.num_blocks) for r in regions]
-        us = self._identity
-        welcome = Welcome(us.epoch, self._settings.rank, choice.link, choice.why, us.pid, memory)
+        allocations = list(us.allocations) if choice.link == "cuda_ipc" else []
+        welcome = Welcome(us.epoch, self._settings.rank, choice.link, choice.why, us.pid, memory, allocations)
         self._tell([importer], [welcome])
         if previous is None and hello.pid and hello.host_id == us.host_id:
             self.welcomed.append((hello.epoch, hello.pid))
@@ -253,7 +328,7 @@ class Exporter:
             reason = self._reasons.get(transfer_id, "the export was called off")
             self._tell([importer], [Failed(transfer_id, "aborted", reason)])
         else:
-            export.lease.attach(importer, self._importers[importer].reads_memory)
+            export.lease.attach(importer, self._importers[importer].link in READING_LINKS)
             export.lease.renew(now_s + self._settings.lease_renew_s)
             self._tell([importer], [Attached(transfer_id, export.lease.until_s), *export.so_far()])
 
@@ -261,6 +336,9 @@ class Exporter:
         export = self._exports.get(fetch.transfer_id)
         if export is None or importer not in export.lease.importers or export.is_over(fetch):
             return  # the importer has been, or is being, told
+        through_nccl = self.sends_through_nccl(importer)
+        if through_nccl and fetch.generation != self.pairs.generation(importer):
+            return  # it will be repeated through the next communicator
         num_layers = self._cache.layout.num_layers
         if fetch.first_layer < 0 or not 0 < fetch.num_layers <= num_layers - fetch.first_layer:
             raise BadFrame(f"fetch of layers {fetch.first_layer}+{fetch.num_layers}; this model has {num_layers}")
@@ -268,6 +346,8 @@ class Exporter:
             raise BadFrame(f"fetch of blocks that transfer {fetch.transfer_id} did not name")
         num_bytes = payload_bytes(len(fetch.block_ids), self._cache.regions(fetch.first_layer, fetch.num_layers))
         largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))
+        if through_nccl:
+            largest = self.pairs.staging_bytes(importer)
         num_waiting = len(self._fetches.get((importer, fetch.transfer_id), ()))
         if num_bytes > largest or num_waiting >= MAX_FETCHES_QUEUED:
             raise BadFrame(f"fetch of {num_bytes} bytes with {num_waiting} fetches waiting")
@@ -293,6 +373,8 @@ class Exporter:
 
     def _forget_importer(self, importer: bytes) -> None:
         self._importers.pop(importer, None)
+        self.pairs.forget(importer, "the importer is lost")
+        self._gathering = {key: fetch for key, fetch in self._gathering.items() if key[0] != importer}
         for export in list(self._exports.values()):
             self._forget_fetches(export.transfer_id, importer)
             export.lease.lose(importer)

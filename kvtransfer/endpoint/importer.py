@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
@@ -14,7 +15,10 @@ from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece, regions_of
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece
-from kvtransfer.layout import CacheMap
+from kvtransfer.layout import CacheMap, Region
+from kvtransfer.links.nccl_orders import Broken, Built, NcclEvent, PairId, Received
+from kvtransfer.links.nccl_pairs import ReceivingPairs
+from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import (
     FAILURE_KINDS,
     Attach,
@@ -22,6 +26,8 @@ from kvtransfer.messages import (
     Beat,
     BeatAck,
     Blocks,
+    CommBroken,
+    CommOffer,
     Done,
     Failed,
     Fetch,
@@ -31,6 +37,8 @@ from kvtransfer.messages import (
     Ready,
     Refused,
     Release,
+    Sending,
+    SharedAllocation,
     Welcome,
 )
 
@@ -38,9 +46,19 @@ log = logging.getLogger("twinpool.kvtransfer")
 
 _COPIES_AT_ONCE = 2
 """One being copied and one waiting, so that the copy thread never idles between them."""
-_COPY_CHUNKS = 16
-"""A copy has no message to bound it; this many chunks keep cancelling quick and transfers fair."""
+_COPY_CHUNKS = {"host": 16, "cuda_ipc": 256}
+"""A copy has no message to bound it; this many chunks keep cancelling quick (some ms) and transfers fair."""
 _EARLY_TOKENS_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class WantedMapping:
+    """An exporter's GPU memory that is to be mapped."""
+
+    key: PeerKey
+    allocations: list[SharedAllocation]
+    layers: tuple[tuple[Region, ...], ...]
+    """At the exporter's addresses."""
 
 
 class Memory(Protocol):
@@ -63,11 +81,16 @@ class Importer:
         self._peers: dict[PeerKey, ExporterPeer] = {}
         self._peer_of: dict[str, ExporterPeer] = {}  # by transfer, while the import wants something of it
         self._copying: dict[int, Import] = {}
+        self._receiving: dict[tuple[PairId, int], tuple[Import, Piece]] = {}  # through NCCL, by fetch id
         self._early_tokens: dict[str, int] = {}
         self._last_piece_id = 0
         self.outbox: list[tuple[PeerKey, FromImporter]] = []
         self.lost: list[PeerKey] = []
         self.copies: list[CopyJob] = []
+        self.mappings: list[WantedMapping] = []
+        self.pairs: ReceivingPairs[PeerKey] = ReceivingPairs(
+            settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
+        )
         self.closed: list[ClosedImport] = []
         self.failures: Counter[str] = Counter()
         self.bytes_in: Counter[str] = Counter()
@@ -79,7 +102,9 @@ class Importer:
 
     @property
     def needs_sweep(self) -> bool:
-        return any(peer.imports or peer.answer_until_s < math.inf for peer in self._peers.values())
+        return any(peer.imports or peer.answer_until_s < math.inf for peer in self._peers.values()) or (
+            self.pairs.needs_sweep
+        )
 
     def peers(self) -> dict[str, str]:
         """Per address: the link and why, or the refusal."""
@@ -90,6 +115,11 @@ class Importer:
         }
 
     # What the engine and the proxy say.
+
+    def meet(self, now_s: float, key: PeerKey) -> None:
+        """Get the link to this exporter ready before any transfer needs it."""
+        if key not in self._peers:
+            self._greet(now_s, key)
 
     def open(
         self,
@@ -108,7 +138,7 @@ class Importer:
         early_token = self._early_tokens.pop(transfer_id, None)
         if early_token is not None:
             opened.give_first_token(early_token)
-        peer = self._peers.get(key) or self._greet(now_s, key, list(self._settings.links))
+        peer = self._peers.get(key) or self._greet(now_s, key)
         if peer.refusal:
             opened.fail("refused", peer.refusal)
             self._settle(opened)
@@ -173,6 +203,13 @@ class Importer:
                     self._fail(peer, transfer_id, "unknown_transfer", "the exporter holds this transfer no more")
             case Blocks():
                 self._arrived(now_s, peer, message, payload or memoryview(b""))
+            case CommOffer():
+                self.pairs.offered(key, message)
+            case CommBroken():
+                self.pairs.dropped(now_s, key, message)
+                self._follow_pairs(now_s)
+            case Sending():
+                self._receive_blocks(now_s, peer, message)
             case Failed(transfer_id, kind, reason):
                 self._fail(peer, transfer_id, kind if kind in FAILURE_KINDS else "transport", reason)
             case Attached() | Ready() | Done():
@@ -183,6 +220,17 @@ class Importer:
         if peer := self._peers.get(key):
             self._lose(peer, reason)
 
+    def mapped(self, now_s: float, key: PeerKey, layers: tuple[tuple[Region, ...], ...], reason: str) -> None:
+        """The memory of an exporter is mapped, or cannot be for that reason."""
+        peer = self._peers.get(key)
+        if peer is None or peer.preparing != "cuda_ipc":
+            return
+        if reason:
+            self._pass_over(now_s, peer, "cuda_ipc", reason)
+        else:
+            peer.layers = layers
+            self._agreed(now_s, peer)
+
     # What the copy thread says.
 
     def copied(self, result: CopyResult) -> None:
@@ -192,33 +240,101 @@ class Importer:
             reader.fail(result.failure_kind, result.reason)
         elif result.ended_s >= reader.lease_until_s:
             reader.fail("lease_expired", "the copy ended after the exporter's lease")
-        self._ended(reader, piece, "host", result.ended_s, result.copy_s, is_valid=not reader.is_over)
+        self._ended(reader, piece, result.job.link, result.ended_s, result.copy_s, is_valid=not reader.is_over)
         self._settle(reader)
+
+    # What the device's thread says of communicators.
+
+    def nccl_event(self, now_s: float, event: NcclEvent) -> None:
+        key: PeerKey = event.pair.peer
+        match event:
+            case Built():
+                self.pairs.built(key, event)
+            case Broken():
+                self.pairs.broke(now_s, key, event)
+            case Received():
+                self.pairs.received(key, event)
+                self._received(now_s, key, event)
+        self._follow_pairs(now_s)
+
+    def _receive_blocks(self, now_s: float, peer: ExporterPeer, sending: Sending) -> None:
+        """The exporter has begun to send: receive, whether or not the blocks are still wanted."""
+        reader, piece, _ = peer.fetches.get(sending.fetch_id, (None, None, 0.0))
+        pair = self.pairs.sending(now_s, peer.key, sending, piece.num_bytes if piece else None)
+        if pair is None:
+            self._follow_pairs(now_s)
+        elif reader is None or piece is None:
+            self.pairs.receive(pair, sending)
+        else:
+            del peer.fetches[sending.fetch_id]
+            self._receiving[pair, piece.piece_id] = (reader, piece)
+            regions = self._cache.regions(piece.first_layer, piece.num_layers)
+            self.pairs.receive(pair, sending, piece.target_ids, regions)
+
+    def _received(self, now_s: float, key: PeerKey, event: Received) -> None:
+        reader, piece = self._receiving.pop((event.pair, event.fetch_id), (None, None))
+        if reader is None or piece is None:
+            return
+        peer = self._peers.get(key)
+        if event.reason and peer and not reader.is_over and piece.attempt == reader.attempt:
+            peer.fetches[piece.piece_id] = (reader, piece, now_s)  # asked for again as soon as there is a communicator
+            if self.pairs.is_ready(key):
+                self._fetch(peer, piece)
+            return
+        is_valid = not event.reason and not reader.is_over
+        self._ended(reader, piece, "nccl", event.ended_s, event.copy_s, is_valid)
+        self._settle(reader)
+
+    def _follow_pairs(self, now_s: float) -> None:
+        """Do what follows from communicators that have come or gone."""
+        ready, given_up = self.pairs.ready[:], self.pairs.given_up[:]
+        self.pairs.ready.clear()
+        self.pairs.given_up.clear()
+        for key in ready:
+            if peer := self._peers.get(key):
+                if peer.preparing == "nccl":
+                    self._agreed(now_s, peer)
+                for fetch_id, (reader, piece, _) in list(peer.fetches.items()):
+                    peer.fetches[fetch_id] = (reader, piece, now_s)
+                    self._fetch(peer, piece)
+        for key, reason in given_up:
+            if peer := self._peers.get(key):
+                self._pass_over(now_s, peer, "nccl", reason)
 
     # What to do next.
 
     def pump(self, now_s: float) -> None:
         """Ask for as many blocks as the credits allow, each transfer in its turn."""
         for peer in self._peers.values():
-            while peer.link == "zmq" and len(peer.fetches) < self._settings.fetch_window:
-                if not (work := self._next_piece([peer], self._settings.chunk_bytes)):
+            wants_pair = peer.preparing == "nccl" or (peer.link == "nccl" and (peer.with_work or peer.fetches))
+            if wants_pair and not self.pairs.is_ready(peer.key):
+                self.pairs.want(now_s, peer.key)
+            while self._can_ask(peer) and len(peer.fetches) < self._settings.fetch_window:
+                max_bytes = self.pairs.staging_bytes(peer.key) if peer.link == "nccl" else self._settings.chunk_bytes
+                if not (work := self._next_piece([peer], max_bytes)):
                     break
                 _, reader, piece = work
                 peer.fetches[piece.piece_id] = (reader, piece, now_s)
-                layers = (piece.first_layer, piece.num_layers)
-                fetch = Fetch(piece.transfer_id, piece.attempt, piece.piece_id, *layers, list(piece.source_ids))
-                self._tell(peer, fetch)
-        readable = [peer for peer in self._peers.values() if peer.link == "host"]
+                self._fetch(peer, piece)
+        readable = [peer for peer in self._peers.values() if peer.link in READING_LINKS]
         while readable and len(self._copying) < _COPIES_AT_ONCE:
-            if not (work := self._next_piece(readable, self._settings.chunk_bytes * _COPY_CHUNKS)):
+            max_bytes = self._settings.chunk_bytes * max(_COPY_CHUNKS[peer.link] for peer in readable)
+            if not (work := self._next_piece(readable, max_bytes)):
                 break
             peer, reader, piece = work
             readable = [*(other for other in readable if other is not peer), peer]
             self._copying[piece.piece_id] = reader
-            self.copies.append(CopyJob(piece, peer.pid, peer.regions(piece)))
+            self.copies.append(CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link))
+        self._tell_pairs()
 
     def sweep(self, now_s: float) -> None:
+        self.pairs.sweep(now_s)
+        self._follow_pairs(now_s)
         for peer in list(self._peers.values()):
+            if peer.answer_until_s <= now_s and peer.preparing:
+                reason = f"not ready within {self._settings.prepare_within_s:g} s"
+                self._pass_over(now_s, peer, peer.preparing, reason)
+                continue
             if peer.answer_until_s <= now_s:
                 self._lose(peer, f"no answer for {self._settings.peer_lost_after_s:g} s")
                 continue
@@ -232,34 +348,67 @@ class Importer:
                 if sent_s + stalled_s <= now_s:
                     self._fail(peer, reader.transfer_id, "transport", f"a fetch had no answer for {stalled_s:g} s")
 
-    def _greet(self, now_s: float, key: PeerKey, links: list[str]) -> ExporterPeer:
+    def _greet(self, now_s: float, key: PeerKey) -> ExporterPeer:
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = ExporterPeer(key, links, math.inf, now_s + self._settings.beat_s)
-        peer.links = links
+            peer = self._peers[key] = ExporterPeer(key, {}, math.inf, now_s + self._settings.beat_s)
         peer.answer_until_s = now_s + self._settings.peer_lost_after_s
         layout, mine = self._cache.layout, self._identity
-        rank, fingerprint = self._settings.rank, layout.fingerprint()
+        us = mine.link_side(self._settings.links, peer.passed_over)
         hello = Hello(
-            mine.epoch, rank, fingerprint, layout.fields(), mine.host_id, links, exporter_epoch=key.epoch, pid=mine.pid
+            mine.epoch,
+            self._settings.rank,
+            layout.fingerprint(),
+            layout.fields(),
+            us.host_id,
+            list(us.links),
+            exporter_epoch=key.epoch,
+            pid=us.pid,
+            device=us.device,
+            nccl_version=us.nccl_version,
+            unusable=dict(us.unusable),
         )
         self._tell(peer, hello)
         return peer
 
+    def _pass_over(self, now_s: float, peer: ExporterPeer, link: str, reason: str) -> None:
+        """Ask for another link. What was under way on this one cannot go on."""
+        log.warning("link_passed_over address=%s link=%s reason=%r", peer.key.address, link, reason)
+        if peer.link:
+            for transfer_id in list(peer.imports):
+                self._fail(peer, transfer_id, "transport", f"the link {link} failed: {reason}")
+        peer.passed_over[link] = reason
+        peer.link = peer.preparing = ""
+        peer.layers = ()
+        if link == "nccl":
+            self.pairs.forget(peer.key, reason)
+        self._tell_pairs()  # before the exporter hears of another link
+        self._greet(now_s, peer.key)
+
     def _welcomed(self, now_s: float, peer: ExporterPeer, welcome: Welcome) -> None:
-        if welcome.epoch != peer.key.epoch or welcome.link not in peer.links:
+        offered = self._identity.link_side(self._settings.links, peer.passed_over).links
+        if welcome.epoch != peer.key.epoch or welcome.link not in offered or peer.link or peer.preparing:
             raise BadFrame(f"welcome of epoch {welcome.epoch} with link {welcome.link!r}: neither was asked for")
-        if welcome.link == "host":
+        peer.preparing, peer.why, peer.pid = welcome.link, welcome.why, welcome.pid
+        if welcome.link in READING_LINKS:
             peer.layers = regions_of(welcome.regions, self._cache.layout)
+        if welcome.link == "host":
             reason = self._memory.why_unreadable(welcome.pid, welcome.regions[0].base_address)
             if reason:
-                log.warning("host_link_unusable address=%s reason=%r", peer.key.address, reason)
-                peer.layers = ()
-                peer.why = f"; not host: {reason}"
-                self._greet(now_s, peer.key, [link for link in peer.links if link != "host"])
+                self._pass_over(now_s, peer, "host", reason)
                 return
+        peer.answer_until_s = now_s + self._settings.prepare_within_s
+        if welcome.link == "cuda_ipc":
+            self.mappings.append(WantedMapping(peer.key, welcome.allocations, peer.layers))
+        elif welcome.link == "nccl":
+            self.pairs.want(now_s, peer.key)
+        else:
+            self._agreed(now_s, peer)
+
+    def _agreed(self, now_s: float, peer: ExporterPeer) -> None:
+        """The link is ready."""
         peer.answer_until_s = math.inf
-        peer.link, peer.why, peer.pid = welcome.link, welcome.why + peer.why, welcome.pid
+        peer.link, peer.preparing = peer.preparing, ""
         log.info("exporter_welcomed_us address=%s link=%s why=%r", peer.key.address, peer.link, peer.why)
         for waiting in peer.imports.values():
             self._attach(now_s, peer, waiting)
@@ -333,7 +482,9 @@ class Importer:
         log.log(level, "exporter_lost address=%s epoch=%s reason=%r", peer.key.address, peer.key.epoch, reason)
         del self._peers[peer.key]
         self.outbox = [(key, message) for key, message in self.outbox if key != peer.key]
+        self.mappings = [wanted for wanted in self.mappings if wanted.key != peer.key]
         self.lost.append(peer.key)
+        self.pairs.forget(peer.key, reason)
         self._fail_all(peer, "peer_lost", f"exporter at {peer.key.address} lost: {reason}")
 
     def _settle(self, settled: Import) -> None:
@@ -359,6 +510,19 @@ class Importer:
                 transfer_id, closed.outcome, closed.failure_kind, closed.reason, closed.link, closed.bytes_moved,
                 closed.done_to_loaded_s,
             )  # fmt: skip
+
+    def _can_ask(self, peer: ExporterPeer) -> bool:
+        return peer.link == "zmq" or (peer.link == "nccl" and self.pairs.is_ready(peer.key))
+
+    def _fetch(self, peer: ExporterPeer, piece: Piece) -> None:
+        layers = (piece.first_layer, piece.num_layers)
+        generation = self.pairs.generation(peer.key) if peer.link == "nccl" else 0
+        block_ids = list(piece.source_ids)
+        self._tell(peer, Fetch(piece.transfer_id, piece.attempt, piece.piece_id, *layers, block_ids, generation))
+
+    def _tell_pairs(self) -> None:
+        self.outbox += self.pairs.outbox
+        self.pairs.outbox.clear()
 
     def _tell(self, peer: ExporterPeer, message: FromImporter) -> None:
         self.outbox.append((peer.key, message))

@@ -8,13 +8,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from kvtransfer.copy_plan import payload_bytes
-from kvtransfer.endpoint.copy_thread import CopyThread
+from kvtransfer.endpoint.copy_thread import Copier, CopyThread
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
 from kvtransfer.endpoint.host_reports import HostReports
@@ -23,9 +25,10 @@ from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import PeerSocket, Wakeup, bind_exporter, waiting_messages
 from kvtransfer.export import ClosedExport
+from kvtransfer.gpu.gpu_links import GpuLinks
 from kvtransfer.host_messages import RankStats
 from kvtransfer.imports import ClosedImport, Piece
-from kvtransfer.layout import CacheMap
+from kvtransfer.layout import CacheMap, Region
 from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import gather, scatter
@@ -42,15 +45,40 @@ Command = Callable[[float], None]
 """Called with the time, in monotonic seconds."""
 
 
+class BlockMemory(Protocol):
+    """Where the blocks lie, for the links that send them in messages."""
+
+    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
+        """The blocks' bytes, valid until the next call."""
+
+    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        """The reverse. Raises ValueError when the payload has not the size that these blocks take."""
+
+
+class _HostMemory:
+    def __init__(self, num_bytes: int) -> None:
+        self._scratch: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+
+    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
+        num_bytes = payload_bytes(len(block_ids), regions)
+        if num_bytes > self._scratch.nbytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        return gather(block_ids, regions, self._scratch)
+
+    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        scatter(payload, block_ids, regions)
+
+
 class _LocalMemory:
-    def __init__(self, cache: CacheMap) -> None:
+    def __init__(self, cache: CacheMap, blocks: BlockMemory) -> None:
         self._cache = cache
+        self._blocks = blocks
 
     def why_unreadable(self, pid: int, address: int) -> str:
         return why_unreadable(pid, address)
 
     def scatter(self, piece: Piece, payload: memoryview) -> None:
-        scatter(payload, piece.target_ids, self._cache.regions(piece.first_layer, piece.num_layers))
+        self._blocks.scatter(payload, piece.target_ids, self._cache.regions(piece.first_layer, piece.num_layers))
 
 
 class EndpointLoop:
@@ -62,12 +90,18 @@ class EndpointLoop:
         cache: CacheMap,
         identity: RankIdentity,
         on_closed: Callable[[list[ClosedExport], list[ClosedImport]], None],
+        wakeup: Wakeup,
+        gpu: GpuLinks | None = None,
     ) -> None:
+        """`gpu`: for a cache on a GPU; it wakes the loop through `wakeup`."""
         self.commands: deque[Command] = deque()
-        self.wakeup = Wakeup()
+        self.wakeup = wakeup
         self.bad_frames = 0
         self.exporter = Exporter(settings, cache, identity)
-        self.importer = Importer(settings, cache, identity, _LocalMemory(cache))
+        self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
+        self._blocks: BlockMemory = gpu.memory if gpu else _HostMemory(self._largest_payload)
+        self.importer = Importer(settings, cache, identity, _LocalMemory(cache, self._blocks))
+        self._gpu = gpu
         self._settings = settings
         self._cache = cache
         self._on_closed = on_closed
@@ -83,9 +117,7 @@ class EndpointLoop:
             raise
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
-        self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
-        self._scratch = np.empty(self._largest_payload, dtype=np.uint8)
-        self._copier = CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
+        self._copier: Copier = gpu or CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
@@ -215,26 +247,54 @@ class EndpointLoop:
             raise RuntimeError(f"the copy thread of rank {self._settings.rank} died") from self._copier.error
         while self._copier.results:
             self.importer.copied(self._copier.results.popleft())
+        if self._gpu:
+            self._collect_from_gpu(self._gpu, now_s)
+
+    def _collect_from_gpu(self, gpu: GpuLinks, now_s: float) -> None:
+        while gpu.mappings:
+            mapping = gpu.mappings.popleft()
+            self.importer.mapped(now_s, mapping.key, mapping.layers, mapping.reason)
+        while gpu.nccl_events:
+            event = gpu.nccl_events.popleft()
+            if event.pair.is_exporter:
+                self.exporter.nccl_event(event)
+            else:
+                self.importer.nccl_event(now_s, event)
 
     def _serve_fetches(self) -> None:
         for _ in range(_FETCHES_PER_TURN):
             if not (served := self.exporter.next_fetch()):
                 break
-            self._send_blocks(*served)
+            importer, fetch = served
+            if self.exporter.sends_through_nccl(importer):
+                self.exporter.gather(time.monotonic(), importer, fetch)
+            else:
+                self._send_blocks(importer, fetch)
+        if self._gpu:
+            self._order_from_gpu(self._gpu)
+
+    def _order_from_gpu(self, gpu: GpuLinks) -> None:
+        for wanted in self.importer.mappings:
+            gpu.map_memory(wanted.key, wanted.allocations, wanted.layers)
+        self.importer.mappings.clear()
+        orders = [*self.exporter.pairs.orders, *self.importer.pairs.orders]
+        self.exporter.pairs.orders.clear()
+        self.importer.pairs.orders.clear()
+        for order in orders:
+            gpu.execute(order)
 
     def _send_blocks(self, importer: bytes, fetch: Fetch) -> None:
         """The engine may preempt the prefill meanwhile: the importer trusts nothing before `Done` confirms it."""
         regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
-        num_bytes = payload_bytes(len(fetch.block_ids), regions)
-        if num_bytes > self._scratch.nbytes:
-            self._scratch = np.empty(num_bytes, dtype=np.uint8)
-        payload = gather(fetch.block_ids, regions, self._scratch)
-        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, num_bytes))
+        payload = self._blocks.gather(fetch.block_ids, regions)
+        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, len(payload)))
         self._router.send_multipart([importer, header, payload])
 
     def _flush(self) -> None:
         """Carry out what was decided, in the order in which it was."""
         for key in self.importer.lost:
+            if self._gpu:
+                self._gpu.forget(key)
             if peer := self._peers.pop(key, None):
                 self._poller.unregister(peer.socket)
                 self._poller.unregister(peer.monitor)

@@ -67,7 +67,14 @@ class EndpointSettings:
             raise ValueError(f"max_communicators is {self.max_communicators}: choose 1 or more, or drop the link nccl.")
         if not 1 <= self.fetch_window <= MAX_FETCHES_QUEUED:
             raise ValueError(f"fetch_window is {self.fetch_window}: choose 1 to {MAX_FETCHES_QUEUED}.")
-        for name in ("lease_first_s", "beat_s", "lease_renew_s", "peer_heartbeat_s", "peer_lost_after_s", "prepare_within_s"):
+        for name in (
+            "lease_first_s",
+            "beat_s",
+            "lease_renew_s",
+            "peer_heartbeat_s",
+            "peer_lost_after_s",
+            "prepare_within_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: a duration in seconds above 0 is needed.")
         if self.beat_s >= self.lease_renew_s:

@@ -118,7 +118,9 @@ class CudaDevice:
         kernel.compile()
         return kernel
 
-    def launch(self, kernel: Any, num_blocks: int, num_threads: int, arguments: tuple[Any, ...], stream: Stream) -> None:
+    def launch(
+        self, kernel: Any, num_blocks: int, num_threads: int, arguments: tuple[Any, ...], stream: Stream
+    ) -> None:
         with stream:  # type: ignore[attr-defined]
             kernel((num_blocks,), (num_threads,), arguments)
 

@@ -3,12 +3,13 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.compute_fence import CudaFence
 from kvtransfer.copy_plan import plan_copy
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
+from kvtransfer.endpoint.peers import PeerKey
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.gpu.copy_kernel import PieceCopier
 from kvtransfer.gpu.device import CudaDevice, CudaUnusable, open_device
@@ -27,7 +28,7 @@ log = logging.getLogger("twinpool.kvtransfer")
 class Mapping:
     """An exporter's memory is mapped, or cannot be."""
 
-    key: Hashable
+    key: PeerKey
     layers: Layers
     reason: str
     """Empty when it is."""
@@ -86,11 +87,11 @@ class GpuLinks:
         """A copy from memory that was mapped before."""
         self._thread.post(lambda: self._copy(job))
 
-    def map_memory(self, key: Hashable, allocations: list[SharedAllocation], layers: Layers) -> None:
+    def map_memory(self, key: PeerKey, allocations: list[SharedAllocation], layers: Layers) -> None:
         """`layers`: at the exporter's addresses. What comes of it is in `mappings`."""
         self._thread.post(lambda: self._map(key, allocations, layers))
 
-    def forget(self, key: Hashable) -> None:
+    def forget(self, key: PeerKey) -> None:
         """An exporter is lost."""
         self._thread.post(lambda: self._ipc.forget(key))
 
@@ -136,7 +137,7 @@ class GpuLinks:
 
         self._ipc.copy(job.key, plan_copy(piece.source_ids, piece.target_ids, job.sources, targets), ended)
 
-    def _map(self, key: Hashable, allocations: list[SharedAllocation], layers: Layers) -> None:
+    def _map(self, key: PeerKey, allocations: list[SharedAllocation], layers: Layers) -> None:
         try:
             mapping = Mapping(key, self._ipc.open(key, allocations, layers), "")
         except CudaUnusable as error:

@@ -28,11 +28,13 @@ class DeviceHung(RuntimeError):
 
 
 def share_allocations(device: CudaDevice, regions: Sequence[Region]) -> list[SharedAllocation]:
-    """The allocations that hold the regions. Raises CudaUnusable, naming allocator and remedy, if one cannot be shared."""
+    """The allocations that hold the regions. Raises CudaUnusable, with the remedy, if one cannot be shared."""
     shared: dict[int, SharedAllocation] = {}
     for region in regions:
         first, end = _extent(region)
-        if any(known.base_address <= first and end <= known.base_address + known.num_bytes for known in shared.values()):
+        if any(
+            known.base_address <= first and end <= known.base_address + known.num_bytes for known in shared.values()
+        ):
             continue
         allocation = device.allocation_at(first)
         if allocation.why_not_shared:

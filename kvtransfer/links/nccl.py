@@ -103,6 +103,8 @@ class NcclLink:
         self._library = device.cupy.cuda.nccl
         self._communicators: dict[PairId, _Communicator] = {}
         self._num_stuck = 0
+        self._spare_buffers: list[int] = []
+        """Kept for the next communicator: freeing device memory waits for everything that runs on the device."""
 
     def execute(self, order: NcclOrder) -> None:
         """From any thread; in the order of the calls."""
@@ -110,10 +112,11 @@ class NcclLink:
 
     def close(self) -> None:
         """From any thread: abort everything."""
-        self._thread.post(lambda: [self._break(it, "this rank is shutting down") for it in self._all()])  # type: ignore[func-returns-value]
+        self._thread.post(self._break_all)
 
-    def _all(self) -> list[_Communicator]:
-        return list(self._communicators.values())
+    def _break_all(self) -> None:
+        for it in list(self._communicators.values()):
+            self._break(it, "this rank is shutting down")
 
     def _report(self, event: NcclEvent) -> None:
         self.events.append(event)
@@ -183,15 +186,10 @@ class NcclLink:
         threading.Thread(target=join, name="kv-nccl-join", daemon=True).start()
 
     def _prepare(self, pair: PairId) -> _Communicator:
-        staging: list[int] = []
-        try:
-            for _ in range(STAGING_BUFFERS):
-                staging.append(self._device.allocate(self._staging_bytes))  # noqa: PERF401  freed below if one fails
-            return _Communicator(pair, self._device.new_stream(), staging, free=list(range(STAGING_BUFFERS)))
-        except RuntimeError:
-            for address in staging:
-                self._device.free(address)
-            raise
+        while len(self._spare_buffers) < STAGING_BUFFERS:
+            self._spare_buffers.append(self._device.allocate(self._staging_bytes))
+        staging = [self._spare_buffers.pop() for _ in range(STAGING_BUFFERS)]
+        return _Communicator(pair, self._device.new_stream(), staging, free=list(range(STAGING_BUFFERS)))
 
     def _exchange_hello(self, communicator: Any, it: _Communicator, until_s: float) -> None:
         """NCCL connects two ranks on their first message, and allocates for it: have that now. Raises on failure."""
@@ -351,8 +349,7 @@ class NcclLink:
         def copier_is_dry(reason: str) -> None:
             if reason:
                 raise DeviceHung(f"The copies of an aborted communicator do not end: {reason}.")
-            for address in it.staging:
-                self._device.free(address)
+            self._spare_buffers += it.staging
             for order in it.receiving.values():
                 self._report(_received(order, "the communicator broke"))
             self._communicators.pop(it.pair, None)
