@@ -69,13 +69,12 @@ class _Message(Operation):
         if self.is_matched:
             return
         ours, theirs = world.posted[rank], world.posted[self.peer]
-        counterpart = next((message for message in theirs if message.peer == rank), None)
-        is_next = ours[0] is self or ours[0] in self.group
+        counterpart = next((it for it in theirs if it.peer == rank and it.kind != self.kind), None)
+        is_next = next(it for it in ours if it.kind == self.kind) is self
         if (
             counterpart is None
             or not is_next
             or not counterpart.is_at_front
-            or {self.kind, counterpart.kind} != {"send", "recv"}
             or self.size != counterpart.size
             or not counterpart.communicator.process.is_alive
             or counterpart.communicator.is_aborted
@@ -96,7 +95,9 @@ class _Message(Operation):
 class FakeCommunicator:
     """cupy.cuda.nccl.NcclCommunicator."""
 
-    def __init__(self, network: "FakeNetwork", process: FakeProcess, num_ranks: int, unique_id: bytes, rank: int) -> None:
+    def __init__(
+        self, network: "FakeNetwork", process: FakeProcess, num_ranks: int, unique_id: bytes, rank: int
+    ) -> None:
         self.process = process
         self.rank = rank
         self.is_aborted = False
