@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Role = Literal["prefill", "decode"]
-LinkName = Literal["host", "zmq"]
+LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]
 
 # vLLM's own defaults do not matter here: every value is passed explicitly or not at all.
 EngineOptions = dict[str, Any]
@@ -76,7 +76,7 @@ class TransferConfig(ConfigNode):
     """How KV blocks move from a prefill to a decode worker. Times in seconds."""
 
     links: Annotated[list[LinkName], Field(min_length=1)] = Field(
-        default=["host", "zmq"], description="Links that may be used, best first."
+        default=["cuda_ipc", "nccl", "host", "zmq"], description="Links that may be used, best first."
     )
     lease_first_s: float = Field(default=30.0, gt=0, description="How long blocks are held before the first renewal.")
     beat_s: float = Field(default=5.0, gt=0, description="How often a lease is renewed.")

@@ -120,7 +120,7 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         settings = {name: value for name, value in self._settings.items() if name in known}
         caches = probe(kv_caches, self._kv_cache_config.num_blocks, facts)
         self._endpoint = RankEndpoint(EndpointSettings(rank=rank, **settings), caches)
-        self._rank = RankSide(self._endpoint, rank)
+        self._rank = RankSide(self._endpoint, rank, self._endpoint.compute_fence(_compute_stream))
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return RankHandshake(self._endpoint.address, self._endpoint.epoch) if self._endpoint else None
@@ -219,3 +219,10 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._rank.close()
         if self._report_socket is not None:
             self._report_socket.close()
+
+
+def _compute_stream() -> int:
+    """The CUDA stream that the calling thread computes in; asked for only when the caches are on a GPU."""
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)

@@ -7,7 +7,9 @@ exactly once (vLLM asserts both).
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
+from kvtransfer.compute_fence import ComputeFence, FencedCalls, NoFence
 from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.step_orders import ClosedRequest, StepOrders
 
@@ -28,11 +30,16 @@ class StepResults:
 
 
 class RankSide:
-    """Lives in the rank's engine thread; the endpoint's threads do all waiting and copying."""
+    """Lives in the rank's engine thread; the endpoint's threads do all waiting and copying.
 
-    def __init__(self, endpoint: RankEndpoint, rank: int) -> None:
+    `fence` tells when the engine's computation is in memory. Blocks are announced, and places for imports given, only
+    behind it: the forward pass of this step may still be writing the ones, those before it using the others.
+    """
+
+    def __init__(self, endpoint: RankEndpoint, rank: int, fence: ComputeFence | None = None) -> None:
         self._endpoint = endpoint
         self._rank = rank
+        self._fenced = FencedCalls(fence or NoFence())
         self._export_requests: dict[str, str] = {}  # transfer id -> request id
         self._import_requests: dict[str, str] = {}
         self._ended_exports: set[str] = set()
@@ -51,13 +58,18 @@ class RankSide:
         for opened in orders.open_exports:
             self._export_requests[opened.transfer_id] = opened.request_id
             endpoint.open_export(opened.transfer_id, opened.prompt_hash, opened.num_prompt_tokens)
+        # What is fenced and not yet made is superseded by these: a finish names all blocks, and the token that comes
+        # with it was computed from them.
         for transfer_id in orders.restart_exports:
+            self._fenced.drop(transfer_id)
             endpoint.restart_export(transfer_id)
         for finished in orders.finish_exports:
             self._ended_exports.add(finished.transfer_id)
+            self._fenced.drop(finished.transfer_id)
             endpoint.finish_export(finished.transfer_id, finished.block_ids, finished.num_tokens, finished.first_token)
         for aborted in orders.abort_exports:
             self._ended_exports.add(aborted.transfer_id)
+            self._fenced.drop(aborted.transfer_id)
             endpoint.abort_export(aborted.transfer_id, aborted.reason)
         for wanted in orders.open_imports:
             self._import_requests[wanted.transfer_id] = wanted.request_id
@@ -68,13 +80,16 @@ class RankSide:
         for placed in orders.place_imports:
             if placed.awaited:
                 self._awaited_imports.add(placed.transfer_id)
-            endpoint.place_import(placed.transfer_id, placed.first_block, placed.block_ids)
+            place = partial(endpoint.place_import, placed.transfer_id, placed.first_block, placed.block_ids)
+            self._fenced.call(placed.transfer_id, place)
         for transfer_id in orders.cancel_imports:
+            self._fenced.drop(transfer_id)
             endpoint.cancel_import(transfer_id)
 
     def after_forward(self, orders: StepOrders) -> None:
         for ready in orders.announcements:
-            self._endpoint.announce(ready.transfer_id, ready.block_ids, ready.num_tokens)
+            announce = partial(self._endpoint.announce, ready.transfer_id, ready.block_ids, ready.num_tokens)
+            self._fenced.call(ready.transfer_id, announce)
 
     def take_results(self, orders: StepOrders) -> StepResults:
         if orders.no_forward and not self.is_idle:

@@ -79,7 +79,7 @@ def test_an_unknown_field_is_named_with_the_one_that_was_meant(override: str, fi
         ("server.port=99999", "server.port", "99999"),
         ("server.port=x", "server.port", "'x'"),
         ("pools.prefill.replicas=-1", "pools.prefill.replicas", "-1"),
-        ("transfer.links=[nccl]", "transfer.links.0", "nccl"),
+        ("transfer.links=[pigeon]", "transfer.links.0", "pigeon"),
         ("transfer.links=[]", "transfer.links", "[]"),
         ("scheduling.remote_prefill_min_tokens=0", "scheduling.remote_prefill_min_tokens", "0"),
         ("scheduling.on_no_prefill=wait", "scheduling.on_no_prefill", "wait"),

@@ -187,6 +187,7 @@ class FakeProcess:
         self.machine = machine
         self.pid = pid
         self.is_alive = True
+        self.is_held = False
         self.memories: dict[int, Memory] = {}  # what it can address, by base address
         self.opened: dict[int, int] = {}  # IPC mappings: address -> how often opened
         self.streams: dict[int, FakeStream] = {}
@@ -231,13 +232,9 @@ class FakeProcess:
         self.error = CUDARuntimeError("cudaErrorIllegalAddress")
         return np.empty(size, dtype=np.uint8)
 
-    def array(self, shape: tuple[int, ...], kind: str = "malloc", fill: Bytes | None = None) -> "FakeArray":
-        """Like a cupy array of bytes."""
-        size = int(np.prod(shape))
-        address = self.malloc(size, kind)
-        if fill is not None:
-            self.memories[address].data[:] = fill.reshape(-1)
-        return FakeArray(self, address, shape)
+    def array(self, shape: tuple[int, ...], kind: str = "malloc", device: int = 0) -> "FakeArray":
+        """Like a cupy array of bytes, with anything in it."""
+        return FakeArray(self, self.malloc(int(np.prod(shape)), kind), shape, device)
 
     def malloc(self, size: int, kind: str = "malloc") -> int:
         self.check()
@@ -342,10 +339,10 @@ class FakeArray:
 
     itemsize = 1
 
-    def __init__(self, process: FakeProcess, address: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, process: FakeProcess, address: int, shape: tuple[int, ...], device: int) -> None:
         self.shape = shape
         self.strides = tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        self.device = SimpleNamespace(id=0)
+        self.device = SimpleNamespace(id=device)
         self.address = address
         self.process = process
         self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "strides": None, "version": 3}
@@ -394,13 +391,23 @@ class FakeMachine:
             self.is_paused = False
             self.changed.notify_all()
 
+    @contextmanager
+    def holding(self, process: FakeProcess) -> Iterator[None]:
+        """One process's device does nothing meanwhile."""
+        with self.changed:
+            process.is_held = True
+        yield
+        with self.changed:
+            process.is_held = False
+            self.changed.notify_all()
+
     def step(self) -> bool:
         """Let one stream, at random, advance by one operation's beginning or end. False when none can."""
         with self.changed:
             streams = [
                 stream
                 for process in self.processes.values()
-                if process.is_alive
+                if process.is_alive and not process.is_held
                 for stream in list(process.streams.values())
                 if stream.begun or stream.operations
             ]

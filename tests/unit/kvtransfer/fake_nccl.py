@@ -40,6 +40,8 @@ class _World:
         self.ranks: dict[int, FakeCommunicator] = {}
         self.posted: dict[int, deque[_Message]] = {rank: deque() for rank in range(num_ranks)}
         self.gone_since_s: float | None = None
+        self.is_cut = False
+        """The network between the ranks is gone."""
 
 
 class _Message(Operation):
@@ -75,6 +77,7 @@ class _Message(Operation):
             counterpart is None
             or not is_next
             or not counterpart.is_at_front
+            or world.is_cut
             or self.size != counterpart.size
             or not counterpart.communicator.process.is_alive
             or counterpart.communicator.is_aborted
@@ -107,6 +110,7 @@ class FakeCommunicator:
         machine = process.machine
         with machine.changed:
             self.world = network.worlds.setdefault(unique_id, _World(num_ranks))
+            self.world.is_cut |= network.is_cut
             if rank in self.world.ranks or not 0 <= rank < num_ranks:
                 raise NcclError(_INVALID_USAGE)
             self.world.ranks[rank] = self
@@ -128,7 +132,7 @@ class FakeCommunicator:
 
     def check_async_error(self) -> None:
         self._use()
-        gone = any(not it.process.is_alive or it.is_aborted for it in self.world.ranks.values() if it is not self)
+        gone = self.world.is_cut or any(not it.process.is_alive or it.is_aborted for it in self.world.ranks.values() if it is not self)
         if not gone:
             return
         if self.world.gone_since_s is None:
@@ -177,6 +181,8 @@ class FakeNetwork:
         self.num_made = 0
         self.num_aborted = 0
         self.is_closed = False
+        self.is_cut = False
+        """Whatever is made from now on carries nothing."""
         self._machine = machine
         self._old_cupy = old_cupy
 
@@ -195,6 +201,11 @@ class FakeNetwork:
         if not self._old_cupy:
             nccl.NcclConfig = object
         process.cuda.nccl = nccl
+
+    def cut(self) -> None:
+        """What is connected now carries nothing more; what is made later does."""
+        for world in self.worlds.values():
+            world.is_cut = True
 
     def close(self) -> None:
         """Let go of whoever still waits for another rank."""
