@@ -14,7 +14,7 @@ import ctypes
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -80,6 +80,7 @@ class FakeStream:
         self.device = device
         self.operations: deque[Operation] = deque()
         self.begun: Operation | None = None
+        self.is_held = False
         self.ptr = process.machine.next_address(8)
         self._outer: FakeStream | None = None
         process.streams[self.ptr] = self
@@ -187,7 +188,6 @@ class FakeProcess:
         self.machine = machine
         self.pid = pid
         self.is_alive = True
-        self.is_held = False
         self.memories: dict[int, Memory] = {}  # what it can address, by base address
         self.opened: dict[int, int] = {}  # IPC mappings: address -> how often opened
         self.streams: dict[int, FakeStream] = {}
@@ -392,13 +392,15 @@ class FakeMachine:
             self.changed.notify_all()
 
     @contextmanager
-    def holding(self, process: FakeProcess) -> Iterator[None]:
-        """One process's device does nothing meanwhile."""
-        with self.changed:
-            process.is_held = True
+    def holding(self, streams: Iterable[FakeStream]) -> Iterator[None]:
+        """Nothing in these happens meanwhile."""
+        held = list(streams)
+        for stream in held:
+            stream.is_held = True
         yield
         with self.changed:
-            process.is_held = False
+            for stream in held:
+                stream.is_held = False
             self.changed.notify_all()
 
     def step(self) -> bool:
@@ -407,9 +409,9 @@ class FakeMachine:
             streams = [
                 stream
                 for process in self.processes.values()
-                if process.is_alive and not process.is_held
+                if process.is_alive
                 for stream in list(process.streams.values())
-                if stream.begun or stream.operations
+                if not stream.is_held and (stream.begun or stream.operations)
             ]
             self._random.shuffle(streams)
             return any(self._advance(stream) for stream in streams)

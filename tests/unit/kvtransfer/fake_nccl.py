@@ -132,7 +132,8 @@ class FakeCommunicator:
 
     def check_async_error(self) -> None:
         self._use()
-        gone = self.world.is_cut or any(not it.process.is_alive or it.is_aborted for it in self.world.ranks.values() if it is not self)
+        others = [it for it in self.world.ranks.values() if it is not self]
+        gone = self.world.is_cut or any(not it.process.is_alive or it.is_aborted for it in others)
         if not gone:
             return
         if self.world.gone_since_s is None:
@@ -163,6 +164,7 @@ class FakeCommunicator:
         try:
             self._use()
             message = _Message(self, kind, address, count, peer)
+            self._network.num_sent += kind == "send"
             group: list[tuple[FakeStream, _Message]] | None = getattr(self.process.thread_state, "group", None)
             if group is None:
                 self.world.posted[self.rank].append(message)
@@ -180,6 +182,7 @@ class FakeNetwork:
         self.worlds: dict[bytes, _World] = {}
         self.num_made = 0
         self.num_aborted = 0
+        self.num_sent = 0
         self.is_closed = False
         self.is_cut = False
         """Whatever is made from now on carries nothing."""

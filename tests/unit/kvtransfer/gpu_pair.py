@@ -1,5 +1,6 @@
-"""Ranks with caches on the GPUs of a `FakeMachine`, talking over real sockets. Each has a process of its own, whose life
-is that of a `sleep`, so that its death is noticed as usual.
+"""Ranks with caches on the GPUs of a `FakeMachine`, talking over real sockets.
+
+Each has a process of its own, whose life is that of a `sleep`, so that its death is noticed as usual.
 """
 
 import subprocess

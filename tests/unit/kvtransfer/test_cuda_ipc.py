@@ -1,6 +1,5 @@
 """The link `cuda_ipc`, and `zmq` for caches on a GPU, between endpoints on fake GPUs."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,20 +105,6 @@ def test_a_restarted_exporter_is_mapped_anew(gpus: GpuCluster) -> None:
     assert importer.closed_import("after").outcome == "loaded"
     assert importer.holds(OURS, successor, BLOCKS)
     eventually(lambda: len(importer.process.opened) == NUM_LAYERS)
-
-
-def test_what_was_copied_after_the_lease_is_void(gpus: GpuCluster) -> None:
-    exporter, importer = gpus.rank(lease_first_s=0.2), gpus.rank(beat_s=30.0, lease_renew_s=60.0)
-    exporter.endpoint._loop.exporter._settings = gpus._cluster.settings(lease_first_s=0.2, lease_renew_s=0.4)
-    importer.endpoint.meet(exporter.endpoint.address, exporter.endpoint.epoch)
-    eventually(lambda: importer.endpoint.stats().peers)
-    with gpus.machine.paused():
-        exporter.export("t", BLOCKS, NUM_TOKENS)
-        importer.import_("t", exporter, OURS, NUM_TOKENS, wants_first_token=False)
-        eventually(lambda: any(stream.operations for stream in importer.process.streams.values()))
-        time.sleep(0.6)
-    closed = importer.closed_import()
-    assert (closed.outcome, closed.failure_kind) == ("recompute", "lease_expired")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from kvtransfer.links.nccl import NcclLink
 from kvtransfer.links.nccl_pairs import SendingPairs
 from kvtransfer.messages import Sending
+from tests.unit.kvtransfer.fake_cuda import FakeStream
 from tests.unit.kvtransfer.gpu_pair import RUN_BYTES, GpuCluster, GpuRank, link_of
 from tests.unit.kvtransfer.rank_pair import NUM_LAYERS, PROMPT_HASH, eventually
 
@@ -32,6 +33,12 @@ def pair(gpus: GpuCluster) -> tuple[GpuRank, GpuRank]:
 def meet(importer: GpuRank, exporter: GpuRank) -> None:
     importer.endpoint.meet(exporter.endpoint.address, exporter.endpoint.epoch)
     eventually(lambda: importer.endpoint.stats().peers)
+
+
+def busy_streams(rank: GpuRank) -> list[FakeStream]:
+    """Those with something in them, as soon as there are any."""
+    eventually(lambda: any(stream.operations for stream in rank.process.streams.values()))
+    return [stream for stream in rank.process.streams.values() if stream.operations]
 
 
 def transfer(name: str, exporter: GpuRank, importer: GpuRank) -> None:
@@ -102,7 +109,7 @@ def test_a_cut_network_costs_a_communicator_and_no_transfer(gpus: GpuCluster, pa
     with gpus.machine.paused():
         exporter.export("t", BLOCKS, NUM_TOKENS)
         importer.import_("t", exporter, OURS, NUM_TOKENS)
-        eventually(lambda: any(stream.operations for stream in exporter.process.streams.values()))
+        busy_streams(exporter)
         gpus.network.cut()
     closed = importer.closed_import()
     assert (closed.outcome, closed.link) == ("loaded", "nccl")
@@ -142,11 +149,11 @@ def test_an_import_closes_only_when_no_receive_writes_into_its_blocks(
 ) -> None:
     exporter, importer = pair
     meet(importer, exporter)
-    receiving = gpus.machine.processes[importer.process.pid].streams.values()
-    with gpus.machine.holding(importer.process):
+    with gpus.machine.holding(importer.process.streams.values()):
         exporter.export("t", BLOCKS, NUM_TOKENS)
         importer.import_("t", exporter, OURS, NUM_TOKENS, wants_first_token=False)
-        eventually(lambda: any(stream.operations for stream in receiving))
+        receiving = busy_streams(importer)
+    with gpus.machine.holding(receiving):
         importer.endpoint.cancel_import("t")
         exporter.kill()
         assert not importer.has_closed(0.2)
@@ -157,17 +164,19 @@ def test_an_importers_death_does_not_hold_the_others_up(gpus: GpuCluster, pair: 
     exporter, victim = pair
     importer = gpus.rank(device=2, links=NCCL)
     meet(victim, exporter)
-    with gpus.machine.holding(victim.process):
+    with gpus.machine.holding(victim.process.streams.values()):
         exporter.export("t", BLOCKS, NUM_TOKENS)
         victim.import_("t", exporter, OURS, NUM_TOKENS)
-        eventually(lambda: any(stream.operations for stream in victim.process.streams.values()))
+        busy_streams(victim)
         victim.kill()
     transfer("u", exporter, importer)
     assert exporter.closed_export("t", timeout_s=6).outcome == "expired"
     eventually(lambda: gpus.network.num_aborted == 1)
 
 
-def test_blocks_cancelled_while_they_are_sent_do_not_disturb_those_after_them(pair: tuple[GpuRank, GpuRank]) -> None:
+def test_blocks_cancelled_while_they_are_sent_do_not_disturb_those_after_them(
+    gpus: GpuCluster, pair: tuple[GpuRank, GpuRank]
+) -> None:
     exporter, importer = pair
     meet(importer, exporter)
     for number in range(10):
@@ -179,18 +188,24 @@ def test_blocks_cancelled_while_they_are_sent_do_not_disturb_those_after_them(pa
         importer.endpoint.cancel_import(name)
         assert importer.closed_import(name).outcome in ("cancelled", "loaded")
     transfer("t", exporter, importer)
+    assert gpus.network.num_made == 2
 
 
-def test_a_preempted_prefill_sends_nothing_of_its_first_attempt(pair: tuple[GpuRank, GpuRank]) -> None:
+def test_blocks_given_up_while_they_are_gathered_are_not_sent(gpus: GpuCluster, pair: tuple[GpuRank, GpuRank]) -> None:
     exporter, importer = pair
-    exporter.endpoint.open_export("t", PROMPT_HASH, NUM_TOKENS)
-    exporter.endpoint.announce("t", list(range(41, 61)), 80)
-    importer.import_("t", exporter, OURS, NUM_TOKENS)
-    eventually(lambda: importer.endpoint.stats().bytes_in)
-    exporter.endpoint.restart_export("t")
-    exporter.endpoint.finish_export("t", BLOCKS, NUM_TOKENS, 7)
+    meet(importer, exporter)
+    sent_before = gpus.network.num_sent
+    with gpus.machine.holding(exporter.process.streams.values()):
+        exporter.endpoint.open_export("t", PROMPT_HASH, NUM_TOKENS)
+        exporter.endpoint.announce("t", list(range(41, 61)), 80)
+        importer.import_("t", exporter, OURS, NUM_TOKENS)
+        busy_streams(exporter)
+        exporter.endpoint.restart_export("t")
+        exporter.endpoint.finish_export("t", BLOCKS, NUM_TOKENS, 7)
+        eventually(lambda: exporter.endpoint.stats().exports_open)
     assert importer.closed_import().outcome == "loaded"
     assert importer.holds(OURS, exporter, BLOCKS)
+    assert gpus.network.num_sent - sent_before == len(BLOCKS) // 2, "two blocks fit into a staging buffer"
 
 
 def test_a_wrong_order_breaks_the_communicator_and_is_made_good(
