@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.nccl_exports import NcclExports
 from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity
 from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
 from kvtransfer.export import ClosedExport, Export
 from kvtransfer.layout import CacheMap
 from kvtransfer.lease import READABLE_STATES, LeaseState
-from kvtransfer.links.nccl_orders import Broken, Built, Gathered, IdMade, NcclEvent, Sent
-from kvtransfer.links.nccl_pairs import SendingPairs
+from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS, LinkSide, choose_link
 from kvtransfer.messages import (
     Attach,
@@ -76,10 +76,7 @@ class Exporter:
         self.started: list[str] = []
         self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
-        self.pairs = SendingPairs(
-            settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
-        )
-        self._gathering: dict[tuple[bytes, int, int], Fetch] = {}  # by importer, generation and fetch id
+        self.nccl = NcclExports(settings, cache, self._is_wanted)
 
     @property
     def num_open(self) -> int:
@@ -87,7 +84,7 @@ class Exporter:
 
     @property
     def needs_sweep(self) -> bool:
-        return bool(self._exports or self._waiting) or self.pairs.needs_sweep
+        return bool(self._exports or self._waiting) or self.nccl.pairs.needs_sweep
 
     @property
     def has_fetches(self) -> bool:
@@ -170,12 +167,9 @@ class Exporter:
                 self._beat(now_s, importer, transfer_ids)
             case CommRequest() if not self.sends_through_nccl(importer):
                 raise BadFrame("a communicator was requested by an importer on another link")
-            case CommRequest():
-                self.pairs.requested(now_s, importer, message)
-                self._void_fetches()
-            case CommBroken():
-                self.pairs.dropped(importer, message)
-                self._void_fetches()
+            case CommRequest() | CommBroken():
+                self.nccl.receive(now_s, importer, message)
+                self._follow_nccl()
 
     def importer_died(self, epoch: str) -> None:
         """Its process is gone, so it copies nothing any more."""
@@ -193,61 +187,21 @@ class Exporter:
             self._fetches[key] = queue
         return key[0], fetch
 
-    # What the device's thread says, and has to do, for importers on the link `nccl`.
+    # What the device's thread says.
+
+    def nccl_event(self, event: NcclEvent) -> None:
+        self.nccl.event(event)
+        self._follow_nccl()
 
     def sends_through_nccl(self, importer: bytes) -> bool:
         known = self._importers.get(importer)
         return known is not None and known.link == "nccl"
 
-    def gather(self, now_s: float, importer: bytes, fetch: Fetch) -> None:
-        """Serve a fetch that `next_fetch` gave."""
-        self._gathering[importer, fetch.generation, fetch.fetch_id] = fetch
-        regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
-        self.pairs.gather(now_s, importer, fetch, regions)
-
-    def nccl_event(self, event: NcclEvent) -> None:
-        match event:
-            case IdMade():
-                self.pairs.id_made(event)
-            case Built():
-                self.pairs.built(event)
-            case Broken():
-                self.pairs.broke(event)
-                self._void_fetches()
-            case Gathered(pair, fetch_id):
-                if fetch := self._gathering.pop((pair.peer, pair.generation, fetch_id), None):
-                    regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
-                    num_bytes = payload_bytes(len(fetch.block_ids), regions)
-                    self.pairs.gathered(event, num_bytes, self._is_wanted(pair.peer, fetch))
-            case Sent():
-                self.pairs.sent(event)
-        self._tell_pairs()
-
-    def _is_wanted(self, importer: bytes, fetch: Fetch) -> bool:
-        """Sending what is void would do no harm, but takes its time."""
-        export = self._exports.get(fetch.transfer_id)
-        return export is not None and importer in export.lease.importers and not export.is_over(fetch)
-
-    def _can_serve(self, importer: bytes) -> bool:
-        return not (self.sends_through_nccl(importer) and self.pairs.is_busy(importer))
-
-    def _void_fetches(self) -> None:
-        """Of importers whose communicator is gone; they repeat them through the next one."""
-        for importer in self.pairs.broken:
-            self._fetches = {key: queue for key, queue in self._fetches.items() if key[0] != importer}
-            self._gathering = {key: fetch for key, fetch in self._gathering.items() if key[0] != importer}
-        self.pairs.broken.clear()
-        self._tell_pairs()
-
-    def _tell_pairs(self) -> None:
-        self.outbox += self.pairs.outbox
-        self.pairs.outbox.clear()
-
     # What time says.
 
     def sweep(self, now_s: float) -> None:
-        self.pairs.sweep(now_s)
-        self._void_fetches()
+        self.nccl.pairs.sweep(now_s)
+        self._follow_nccl()
         for export in list(self._exports.values()):
             importers = export.lease.importers
             if export.lease.expire(now_s) and export.lease.outcome == "expired":
@@ -292,7 +246,7 @@ class Exporter:
             return
         reads_memory = choice.link in READING_LINKS
         if choice.link != "nccl":
-            self.pairs.forget(importer, f"the importer changed to the link {choice.link}")
+            self.nccl.forget(importer, f"the importer changed to the link {choice.link}")
         previous = self._routing_ids.get(hello.epoch)
         if previous is not None and previous != importer:
             self._forget_importer(previous)  # before it greets again, an importer gives up what it did before
@@ -337,7 +291,7 @@ class Exporter:
         if export is None or importer not in export.lease.importers or export.is_over(fetch):
             return  # the importer has been, or is being, told
         through_nccl = self.sends_through_nccl(importer)
-        if through_nccl and fetch.generation != self.pairs.generation(importer):
+        if through_nccl and fetch.generation != self.nccl.pairs.generation(importer):
             return  # it will be repeated through the next communicator
         num_layers = self._cache.layout.num_layers
         if fetch.first_layer < 0 or not 0 < fetch.num_layers <= num_layers - fetch.first_layer:
@@ -347,7 +301,7 @@ class Exporter:
         num_bytes = payload_bytes(len(fetch.block_ids), self._cache.regions(fetch.first_layer, fetch.num_layers))
         largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))
         if through_nccl:
-            largest = self.pairs.staging_bytes(importer)
+            largest = self.nccl.pairs.staging_bytes(importer)
         num_waiting = len(self._fetches.get((importer, fetch.transfer_id), ()))
         if num_bytes > largest or num_waiting >= MAX_FETCHES_QUEUED:
             raise BadFrame(f"fetch of {num_bytes} bytes with {num_waiting} fetches waiting")
@@ -373,8 +327,7 @@ class Exporter:
 
     def _forget_importer(self, importer: bytes) -> None:
         self._importers.pop(importer, None)
-        self.pairs.forget(importer, "the importer is lost")
-        self._gathering = {key: fetch for key, fetch in self._gathering.items() if key[0] != importer}
+        self.nccl.forget(importer, "the importer is lost")
         for export in list(self._exports.values()):
             self._forget_fetches(export.transfer_id, importer)
             export.lease.lose(importer)
@@ -389,6 +342,18 @@ class Exporter:
     def _forget_fetches(self, transfer_id: str, importer: bytes | None = None) -> None:
         for key in [key for key in self._fetches if key[1] == transfer_id and importer in (None, key[0])]:
             del self._fetches[key]
+
+    def _can_serve(self, importer: bytes) -> bool:
+        return not (self.sends_through_nccl(importer) and self.nccl.pairs.is_busy(importer))
+
+    def _is_wanted(self, importer: bytes, fetch: Fetch) -> bool:
+        export = self._exports.get(fetch.transfer_id)
+        return export is not None and importer in export.lease.importers and not export.is_over(fetch)
+
+    def _follow_nccl(self) -> None:
+        for importer in self.nccl.take_broken():
+            self._fetches = {key: queue for key, queue in self._fetches.items() if key[0] != importer}
+        self.outbox += self.nccl.take_messages()
 
     def _named(self, transfer_id: str, verb: str) -> Export | None:
         export = self._exports.get(transfer_id)

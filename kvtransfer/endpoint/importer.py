@@ -12,12 +12,12 @@ from typing import Protocol
 
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.nccl_imports import NcclImports
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece, regions_of
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheMap, Region
-from kvtransfer.links.nccl_orders import Broken, Built, NcclEvent, PairId, Received
-from kvtransfer.links.nccl_pairs import ReceivingPairs
+from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import (
     FAILURE_KINDS,
@@ -33,7 +33,6 @@ from kvtransfer.messages import (
     Fetch,
     FromExporter,
     FromImporter,
-    Hello,
     Ready,
     Refused,
     Release,
@@ -81,16 +80,13 @@ class Importer:
         self._peers: dict[PeerKey, ExporterPeer] = {}
         self._peer_of: dict[str, ExporterPeer] = {}  # by transfer, while the import wants something of it
         self._copying: dict[int, Import] = {}
-        self._receiving: dict[tuple[PairId, int], tuple[Import, Piece]] = {}  # through NCCL, by fetch id
         self._early_tokens: dict[str, int] = {}
         self._last_piece_id = 0
         self.outbox: list[tuple[PeerKey, FromImporter]] = []
         self.lost: list[PeerKey] = []
         self.copies: list[CopyJob] = []
         self.mappings: list[WantedMapping] = []
-        self.pairs: ReceivingPairs[PeerKey] = ReceivingPairs(
-            settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
-        )
+        self.nccl = NcclImports(settings, cache)
         self.closed: list[ClosedImport] = []
         self.failures: Counter[str] = Counter()
         self.bytes_in: Counter[str] = Counter()
@@ -102,9 +98,8 @@ class Importer:
 
     @property
     def needs_sweep(self) -> bool:
-        return any(peer.imports or peer.answer_until_s < math.inf for peer in self._peers.values()) or (
-            self.pairs.needs_sweep
-        )
+        is_waiting = any(peer.imports or peer.answer_until_s < math.inf for peer in self._peers.values())
+        return is_waiting or self.nccl.pairs.needs_sweep
 
     def peers(self) -> dict[str, str]:
         """Per address: the link and why, or the refusal."""
@@ -203,13 +198,9 @@ class Importer:
                     self._fail(peer, transfer_id, "unknown_transfer", "the exporter holds this transfer no more")
             case Blocks():
                 self._arrived(now_s, peer, message, payload or memoryview(b""))
-            case CommOffer():
-                self.pairs.offered(key, message)
-            case CommBroken():
-                self.pairs.dropped(now_s, key, message)
-                self._follow_pairs(now_s)
-            case Sending():
-                self._receive_blocks(now_s, peer, message)
+            case CommOffer() | CommBroken() | Sending():
+                self.nccl.receive(now_s, peer, message)
+                self._follow_nccl(now_s)
             case Failed(transfer_id, kind, reason):
                 self._fail(peer, transfer_id, kind if kind in FAILURE_KINDS else "transport", reason)
             case Attached() | Ready() | Done():
@@ -247,59 +238,31 @@ class Importer:
 
     def nccl_event(self, now_s: float, event: NcclEvent) -> None:
         key: PeerKey = event.pair.peer
-        match event:
-            case Built():
-                self.pairs.built(key, event)
-            case Broken():
-                self.pairs.broke(now_s, key, event)
-            case Received():
-                self.pairs.received(key, event)
-                self._received(now_s, key, event)
-        self._follow_pairs(now_s)
+        if ended := self.nccl.event(now_s, key, event):
+            reader, piece, peer = ended.reader, ended.piece, self._peers.get(key)
+            if ended.reason and peer and not reader.is_over and piece.attempt == reader.attempt:
+                peer.fetches[piece.piece_id] = (reader, piece, now_s)  # repeated as soon as there is a communicator
+                if self._can_ask(peer):
+                    self._fetch(peer, piece)
+            else:
+                is_valid = not ended.reason and not reader.is_over
+                self._ended(reader, piece, "nccl", ended.ended_s, ended.copy_s, is_valid)
+                self._settle(reader)
+        self._follow_nccl(now_s)
 
-    def _receive_blocks(self, now_s: float, peer: ExporterPeer, sending: Sending) -> None:
-        """The exporter has begun to send: receive, whether or not the blocks are still wanted."""
-        reader, piece, _ = peer.fetches.get(sending.fetch_id, (None, None, 0.0))
-        pair = self.pairs.sending(now_s, peer.key, sending, piece.num_bytes if piece else None)
-        if pair is None:
-            self._follow_pairs(now_s)
-        elif reader is None or piece is None:
-            self.pairs.receive(pair, sending)
-        else:
-            del peer.fetches[sending.fetch_id]
-            self._receiving[pair, piece.piece_id] = (reader, piece)
-            regions = self._cache.regions(piece.first_layer, piece.num_layers)
-            self.pairs.receive(pair, sending, piece.target_ids, regions)
-
-    def _received(self, now_s: float, key: PeerKey, event: Received) -> None:
-        reader, piece = self._receiving.pop((event.pair, event.fetch_id), (None, None))
-        if reader is None or piece is None:
-            return
-        peer = self._peers.get(key)
-        if event.reason and peer and not reader.is_over and piece.attempt == reader.attempt:
-            peer.fetches[piece.piece_id] = (reader, piece, now_s)  # asked for again as soon as there is a communicator
-            if self.pairs.is_ready(key):
-                self._fetch(peer, piece)
-            return
-        is_valid = not event.reason and not reader.is_over
-        self._ended(reader, piece, "nccl", event.ended_s, event.copy_s, is_valid)
-        self._settle(reader)
-
-    def _follow_pairs(self, now_s: float) -> None:
+    def _follow_nccl(self, now_s: float) -> None:
         """Do what follows from communicators that have come or gone."""
-        ready, given_up = self.pairs.ready[:], self.pairs.given_up[:]
-        self.pairs.ready.clear()
-        self.pairs.given_up.clear()
-        for key in ready:
+        for key in self.nccl.take_ready():
             if peer := self._peers.get(key):
                 if peer.preparing == "nccl":
                     self._agreed(now_s, peer)
                 for fetch_id, (reader, piece, _) in list(peer.fetches.items()):
                     peer.fetches[fetch_id] = (reader, piece, now_s)
                     self._fetch(peer, piece)
-        for key, reason in given_up:
+        for key, reason in self.nccl.take_given_up():
             if peer := self._peers.get(key):
                 self._pass_over(now_s, peer, "nccl", reason)
+        self.outbox += self.nccl.take_messages()
 
     # What to do next.
 
@@ -307,10 +270,12 @@ class Importer:
         """Ask for as many blocks as the credits allow, each transfer in its turn."""
         for peer in self._peers.values():
             wants_pair = peer.preparing == "nccl" or (peer.link == "nccl" and (peer.with_work or peer.fetches))
-            if wants_pair and not self.pairs.is_ready(peer.key):
-                self.pairs.want(now_s, peer.key)
+            if wants_pair and not self.nccl.pairs.is_ready(peer.key):
+                self.nccl.pairs.want(now_s, peer.key)
             while self._can_ask(peer) and len(peer.fetches) < self._settings.fetch_window:
-                max_bytes = self.pairs.staging_bytes(peer.key) if peer.link == "nccl" else self._settings.chunk_bytes
+                max_bytes = (
+                    self.nccl.pairs.staging_bytes(peer.key) if peer.link == "nccl" else self._settings.chunk_bytes
+                )
                 if not (work := self._next_piece([peer], max_bytes)):
                     break
                 _, reader, piece = work
@@ -325,11 +290,11 @@ class Importer:
             readable = [*(other for other in readable if other is not peer), peer]
             self._copying[piece.piece_id] = reader
             self.copies.append(CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link))
-        self._tell_pairs()
+        self.outbox += self.nccl.take_messages()
 
     def sweep(self, now_s: float) -> None:
-        self.pairs.sweep(now_s)
-        self._follow_pairs(now_s)
+        self.nccl.pairs.sweep(now_s)
+        self._follow_nccl(now_s)
         for peer in list(self._peers.values()):
             if peer.answer_until_s <= now_s and peer.preparing:
                 reason = f"not ready within {self._settings.prepare_within_s:g} s"
@@ -353,22 +318,7 @@ class Importer:
         if peer is None:
             peer = self._peers[key] = ExporterPeer(key, {}, math.inf, now_s + self._settings.beat_s)
         peer.answer_until_s = now_s + self._settings.peer_lost_after_s
-        layout, mine = self._cache.layout, self._identity
-        us = mine.link_side(self._settings.links, peer.passed_over)
-        hello = Hello(
-            mine.epoch,
-            self._settings.rank,
-            layout.fingerprint(),
-            layout.fields(),
-            us.host_id,
-            list(us.links),
-            exporter_epoch=key.epoch,
-            pid=us.pid,
-            device=us.device,
-            nccl_version=us.nccl_version,
-            unusable=dict(us.unusable),
-        )
-        self._tell(peer, hello)
+        self._tell(peer, self._identity.hello(self._settings, self._cache.layout, peer))
         return peer
 
     def _pass_over(self, now_s: float, peer: ExporterPeer, link: str, reason: str) -> None:
@@ -381,17 +331,17 @@ class Importer:
         peer.link = peer.preparing = ""
         peer.layers = ()
         if link == "nccl":
-            self.pairs.forget(peer.key, reason)
-        self._tell_pairs()  # before the exporter hears of another link
+            self.nccl.pairs.forget(peer.key, reason)
+        self.outbox += self.nccl.take_messages()  # before the exporter hears of another link
         self._greet(now_s, peer.key)
 
     def _welcomed(self, now_s: float, peer: ExporterPeer, welcome: Welcome) -> None:
         offered = self._identity.link_side(self._settings.links, peer.passed_over).links
         if welcome.epoch != peer.key.epoch or welcome.link not in offered or peer.link or peer.preparing:
             raise BadFrame(f"welcome of epoch {welcome.epoch} with link {welcome.link!r}: neither was asked for")
-        peer.preparing, peer.why, peer.pid = welcome.link, welcome.why, welcome.pid
         if welcome.link in READING_LINKS:
             peer.layers = regions_of(welcome.regions, self._cache.layout)
+        peer.preparing, peer.why, peer.pid = welcome.link, welcome.why, welcome.pid
         if welcome.link == "host":
             reason = self._memory.why_unreadable(welcome.pid, welcome.regions[0].base_address)
             if reason:
@@ -401,7 +351,7 @@ class Importer:
         if welcome.link == "cuda_ipc":
             self.mappings.append(WantedMapping(peer.key, welcome.allocations, peer.layers))
         elif welcome.link == "nccl":
-            self.pairs.want(now_s, peer.key)
+            self.nccl.pairs.want(now_s, peer.key)
         else:
             self._agreed(now_s, peer)
 
@@ -484,7 +434,7 @@ class Importer:
         self.outbox = [(key, message) for key, message in self.outbox if key != peer.key]
         self.mappings = [wanted for wanted in self.mappings if wanted.key != peer.key]
         self.lost.append(peer.key)
-        self.pairs.forget(peer.key, reason)
+        self.nccl.pairs.forget(peer.key, reason)
         self._fail_all(peer, "peer_lost", f"exporter at {peer.key.address} lost: {reason}")
 
     def _settle(self, settled: Import) -> None:
@@ -512,17 +462,16 @@ class Importer:
             )  # fmt: skip
 
     def _can_ask(self, peer: ExporterPeer) -> bool:
-        return peer.link == "zmq" or (peer.link == "nccl" and self.pairs.is_ready(peer.key))
+        return peer.link == "zmq" or (peer.link == "nccl" and self.nccl.pairs.is_ready(peer.key))
+
+    def _fetch_bytes(self, peer: ExporterPeer) -> int:
+        return self.nccl.pairs.staging_bytes(peer.key) if peer.link == "nccl" else self._settings.chunk_bytes
 
     def _fetch(self, peer: ExporterPeer, piece: Piece) -> None:
         layers = (piece.first_layer, piece.num_layers)
-        generation = self.pairs.generation(peer.key) if peer.link == "nccl" else 0
+        generation = self.nccl.pairs.generation(peer.key) if peer.link == "nccl" else 0
         block_ids = list(piece.source_ids)
         self._tell(peer, Fetch(piece.transfer_id, piece.attempt, piece.piece_id, *layers, block_ids, generation))
-
-    def _tell_pairs(self) -> None:
-        self.outbox += self.pairs.outbox
-        self.pairs.outbox.clear()
 
     def _tell(self, peer: ExporterPeer, message: FromImporter) -> None:
         self.outbox.append((peer.key, message))

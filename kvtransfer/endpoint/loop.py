@@ -8,14 +8,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-import numpy as np
 import zmq
-from numpy.typing import NDArray
 
-from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.copy_thread import Copier, CopyThread
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
@@ -28,10 +24,10 @@ from kvtransfer.export import ClosedExport
 from kvtransfer.gpu.gpu_links import GpuLinks
 from kvtransfer.host_messages import RankStats
 from kvtransfer.imports import ClosedImport, Piece
-from kvtransfer.layout import CacheMap, Region
+from kvtransfer.layout import CacheMap
 from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
-from kvtransfer.links.zmq_frames import gather, scatter
+from kvtransfer.links.zmq_frames import BlockMemory, HostMemory
 from kvtransfer.messages import Blocks, Fetch
 
 log = logging.getLogger("twinpool.kvtransfer")
@@ -43,30 +39,6 @@ _FETCHES_PER_TURN = 4
 
 Command = Callable[[float], None]
 """Called with the time, in monotonic seconds."""
-
-
-class BlockMemory(Protocol):
-    """Where the blocks lie, for the links that send them in messages."""
-
-    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
-        """The blocks' bytes, valid until the next call."""
-
-    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
-        """The reverse. Raises ValueError when the payload has not the size that these blocks take."""
-
-
-class _HostMemory:
-    def __init__(self, num_bytes: int) -> None:
-        self._scratch: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
-
-    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
-        num_bytes = payload_bytes(len(block_ids), regions)
-        if num_bytes > self._scratch.nbytes:
-            self._scratch = np.empty(num_bytes, dtype=np.uint8)
-        return gather(block_ids, regions, self._scratch)
-
-    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
-        scatter(payload, block_ids, regions)
 
 
 class _LocalMemory:
@@ -99,7 +71,7 @@ class EndpointLoop:
         self.bad_frames = 0
         self.exporter = Exporter(settings, cache, identity)
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
-        self._blocks: BlockMemory = gpu.memory if gpu else _HostMemory(self._largest_payload)
+        self._blocks: BlockMemory = gpu.memory if gpu else HostMemory(self._largest_payload)
         self.importer = Importer(settings, cache, identity, _LocalMemory(cache, self._blocks))
         self._gpu = gpu
         self._settings = settings
@@ -267,7 +239,7 @@ class EndpointLoop:
                 break
             importer, fetch = served
             if self.exporter.sends_through_nccl(importer):
-                self.exporter.gather(time.monotonic(), importer, fetch)
+                self.exporter.nccl.gather(time.monotonic(), importer, fetch)
             else:
                 self._send_blocks(importer, fetch)
         if self._gpu:
@@ -277,11 +249,10 @@ class EndpointLoop:
         for wanted in self.importer.mappings:
             gpu.map_memory(wanted.key, wanted.allocations, wanted.layers)
         self.importer.mappings.clear()
-        orders = [*self.exporter.pairs.orders, *self.importer.pairs.orders]
-        self.exporter.pairs.orders.clear()
-        self.importer.pairs.orders.clear()
-        for order in orders:
-            gpu.execute(order)
+        for orders in (self.exporter.nccl.orders, self.importer.nccl.orders):
+            for order in orders:
+                gpu.execute(order)
+            orders.clear()
 
     def _send_blocks(self, importer: bytes, fetch: Fetch) -> None:
         """The engine may preempt the prefill meanwhile: the importer trusts nothing before `Done` confirms it."""

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import Import, Piece
 from kvtransfer.layout import CacheLayout, Region
 from kvtransfer.links.negotiation import LinkSide, unusable_links
-from kvtransfer.messages import MemoryRegion, SharedAllocation
+from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,23 @@ class RankIdentity:
         unusable |= passed_over or {}
         links = [link for link in enabled if link not in unusable]
         return LinkSide(links, self.host_id, self.pid, self.device, self.nccl_version, unusable)
+
+    def hello(self, settings: EndpointSettings, layout: CacheLayout, exporter: "ExporterPeer") -> Hello:
+        """As importer."""
+        us = self.link_side(settings.links, exporter.passed_over)
+        return Hello(
+            self.epoch,
+            settings.rank,
+            layout.fingerprint(),
+            layout.fields(),
+            self.host_id,
+            list(us.links),
+            exporter_epoch=exporter.key.epoch,
+            pid=self.pid,
+            device=self.device,
+            nccl_version=self.nccl_version,
+            unusable=dict(us.unusable),
+        )
 
 
 @dataclass(frozen=True)

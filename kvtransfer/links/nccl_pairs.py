@@ -225,6 +225,7 @@ class ReceivingPairs(_Half[Peer]):
     def forget(self, peer: Peer, reason: str) -> None:
         super().forget(peer, reason)
         self._failures.pop(peer, None)
+        self.outbox = [(exporter, message) for exporter, message in self.outbox if exporter != peer]
 
     def offered(self, exporter: Peer, offer: CommOffer) -> None:
         pair = self._current(exporter, offer.generation)

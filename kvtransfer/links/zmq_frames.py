@@ -7,6 +7,7 @@ ZMQ's zero-copy path, which takes a message to another thread to give its buffer
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,33 @@ _memmove_without_gil = ctypes.CDLL(None).memmove
 for _function in (_memmove_with_gil, _memmove_without_gil):
     _function.restype = ctypes.c_void_p
     _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class BlockMemory(Protocol):
+    """Where the blocks lie. Used by one thread."""
+
+    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
+        """The blocks' bytes, valid until the next call."""
+
+    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        """The reverse. Raises ValueError when the payload has not the size that these blocks take."""
+
+
+class HostMemory:
+    """CPU memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes`: as much as is usually gathered at once."""
+        self._scratch: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+
+    def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
+        num_bytes = payload_bytes(len(block_ids), regions)
+        if num_bytes > self._scratch.nbytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        return gather(block_ids, regions, self._scratch)
+
+    def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        scatter(payload, block_ids, regions)
 
 
 def gather(block_ids: Sequence[int], regions: Sequence[Region], buffer: NDArray[np.uint8]) -> memoryview:

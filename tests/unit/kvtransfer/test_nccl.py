@@ -184,7 +184,7 @@ def test_blocks_cancelled_while_they_are_sent_do_not_disturb_those_after_them(
         exporter.export(name, BLOCKS, NUM_TOKENS)
         importer.import_(name, exporter, OURS, NUM_TOKENS)
         if number % 2:
-            eventually(lambda: importer.endpoint._loop.importer._receiving)
+            eventually(lambda: importer.endpoint._loop.importer.nccl._receiving)
         importer.endpoint.cancel_import(name)
         assert importer.closed_import(name).outcome in ("cancelled", "loaded")
     transfer("t", exporter, importer)
