@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit check format bench clean
+.PHONY: help run test test-unit test-gpu check format bench clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: test-unit ## all tests: unit, then those with real engines (at most 15 min
 
 test-unit: $(STAMP) ## tests without engines (at most a minute)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(ARGS)
+
+test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
+	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -5,6 +5,7 @@ Nothing is imported before a cache on a GPU is registered, so everything else wo
 
 import ctypes
 import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,7 +173,10 @@ def open_device(device: str) -> CudaDevice:
     if kind != "cuda" or not (ordinal or "0").isdecimal():
         raise CudaUnusable(f"the KV cache is on {device}: only CPUs and CUDA devices are supported.")
     try:
-        cupy = importlib.import_module("cupy")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about libraries that are not there: what we need, we ask for ourselves
+            cupy = importlib.import_module("cupy")
+            importlib.import_module("cupy.cuda.nccl")
         driver = ctypes.CDLL("libcuda.so.1")
     except ImportError as error:
         raise CudaUnusable(

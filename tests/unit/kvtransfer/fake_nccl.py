@@ -218,10 +218,12 @@ class FakeNetwork:
         unique_id = self._machine.garbage(128)
         return tuple(unique_id.view(np.int8).tolist()) if self._old_cupy else unique_id.tobytes()
 
-    def _communicator(self, process: FakeProcess, num_ranks: int, unique_id: Any, rank: int) -> FakeCommunicator:
-        assert isinstance(unique_id, tuple if self._old_cupy else bytes)
+    def _communicator(
+        self, process: FakeProcess, num_ranks: int, unique_id: bytes | tuple[int, ...], rank: int
+    ) -> FakeCommunicator:
+        assert isinstance(unique_id, tuple) == self._old_cupy
         assert len(unique_id) == 128
-        on_wire = np.array(unique_id, dtype=np.int8).tobytes() if self._old_cupy else unique_id
+        on_wire = unique_id if isinstance(unique_id, bytes) else np.array(unique_id, dtype=np.int8).tobytes()
         return FakeCommunicator(self, process, num_ranks, on_wire, rank)
 
     def _start_group(self, process: FakeProcess) -> None:

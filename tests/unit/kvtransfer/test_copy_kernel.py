@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     function = ctypes.CDLL(str(library)).run
     function.restype = None
     function.argtypes = (ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint)
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def listed(plan: CopyPlan) -> tuple[NDArray[np.uint64], int]:
