@@ -154,6 +154,13 @@ class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
     token: int
 
 
+class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
+    """Proxy to a decode host, when it or a prefill worker joins: make ready for what these will hand over."""
+
+    workers: list[list[RankAddress]]
+    """Of each prefill worker, its ranks."""
+
+
 class Utility(msgspec.Struct, tag="utility", frozen=True):
     """Proxy to host: call a method of the engine core; only names in `ALLOWED_UTILITIES`."""
 
@@ -192,5 +199,15 @@ ALLOWED_UTILITIES = frozenset(
 
 FromWorker = WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | UtilityReply | Goodbye
 ToWorker = (
-    Welcome | Rejected | Submit | Abort | DropTransfers | HoldTransfers | FirstToken | Utility | ProxyBeat | Shutdown
+    Welcome
+    | Rejected
+    | Submit
+    | Abort
+    | DropTransfers
+    | HoldTransfers
+    | FirstToken
+    | MeetExporters
+    | Utility
+    | ProxyBeat
+    | Shutdown
 )

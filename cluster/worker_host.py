@@ -26,7 +26,15 @@ from cluster import messages as wire
 from cluster.rank_channel import RankChannel
 from cluster.vllm_engine import Engine, EngineLost, KvRole, RequestUnreadable, engine_config
 from cluster.worker_settings import WorkerSettings
-from kvtransfer.host_messages import DropExports, ExportStarted, FirstToken, FromRank, HoldExports, ImportClosed
+from kvtransfer.host_messages import (
+    DropExports,
+    ExportStarted,
+    FirstToken,
+    FromRank,
+    HoldExports,
+    ImportClosed,
+    MeetExporters,
+)
 
 log = logging.getLogger("twinpool.worker")
 
@@ -204,6 +212,9 @@ class WorkerHost:
                 await self._engine.abort(request_ids)
             case wire.FirstToken(transfer_id=transfer_id, token=token):
                 await self._ranks.tell_all(FirstToken(transfer_id, token))
+            case wire.MeetExporters(workers=workers):
+                addresses = [[(rank.address, rank.epoch) for rank in ranks] for ranks in workers]
+                await self._ranks.tell_all(MeetExporters(addresses))
             case wire.DropTransfers(transfer_ids=transfer_ids):
                 await self._ranks.tell_all(DropExports(transfer_ids))
             case wire.HoldTransfers(transfer_ids=transfer_ids):

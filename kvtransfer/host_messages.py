@@ -94,5 +94,12 @@ class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
     token: int
 
 
+class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
+    """Host to every rank of a decode worker: get the links to these ready, before a request needs them."""
+
+    workers: list[list[tuple[str, str]]]
+    """Per prefill worker, (address, epoch) of its ranks, by rank."""
+
+
 FromRank = RankReady | ExportStarted | ImportClosed | RankStats | PoolStats
-ToRank = DropExports | HoldExports | FirstToken
+ToRank = DropExports | HoldExports | FirstToken | MeetExporters

@@ -8,7 +8,7 @@ import zmq
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_host
 from kvtransfer.endpoint.importer import Importer
-from kvtransfer.endpoint.peers import RankIdentity
+from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import open_socket, waiting_messages
 from kvtransfer.host_messages import (
@@ -18,6 +18,7 @@ from kvtransfer.host_messages import (
     FromRank,
     HoldExports,
     ImportClosed,
+    MeetExporters,
     RankReady,
     RankStats,
 )
@@ -121,6 +122,9 @@ class HostReports:
                     self._exporter.hold(now_s, transfer_ids)
                 case FirstToken(transfer_id, token):
                     self._importer.give_first_token(now_s, transfer_id, token)
+                case MeetExporters(workers):
+                    for ranks in filter(None, workers):
+                        self._importer.meet(now_s, PeerKey(*ranks[self._settings.rank % len(ranks)]))
         return bad_frames
 
     def close(self, linger_ms: int) -> None:

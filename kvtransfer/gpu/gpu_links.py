@@ -68,7 +68,7 @@ class GpuLinks:
                 self._copier,
                 settings.staging_bytes(cache.layout),
                 settings.prepare_within_s,
-                settings.stalled_after_s,
+                settings.stalled_after_s / 2,  # what waits behind it can be asked for again before it stalls
                 on_result,
             )
 

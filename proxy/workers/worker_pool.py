@@ -156,7 +156,17 @@ class WorkerPool:
         self._lost(admission.lost)
         if admission.joined:
             log.info("worker_joined worker=%s epoch=%s fingerprint=%s", hello.worker_id, hello.epoch, hello.fingerprint)
+            self._introduce(admission.worker)
             self._pool_changed()
+
+    def _introduce(self, newcomer: Worker) -> None:
+        """Decode workers get their links to prefill workers ready before a request waits for that."""
+        is_prefill = newcomer.role == "prefill"
+        prefill = [newcomer] if is_prefill else self.roster.alive("prefill")
+        decode = self.roster.alive("decode") if is_prefill else [newcomer]
+        meeting = messages.MeetExporters([worker.hello.ranks for worker in prefill])
+        for worker in decode if prefill else ():
+            self._socket.send(worker.identity, meeting)
 
     def _reply(self, worker: Worker, reply: messages.UtilityReply) -> None:
         worker_id, future = self._calls.get(reply.call_id, ("", None))

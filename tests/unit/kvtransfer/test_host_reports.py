@@ -15,6 +15,7 @@ from kvtransfer.host_messages import (
     FromRank,
     HoldExports,
     ImportClosed,
+    MeetExporters,
     RankReady,
     RankStats,
     ToRank,
@@ -123,6 +124,14 @@ def test_the_host_can_give_the_first_token(cluster: Cluster, host: Host) -> None
     importer.import_("t", exporter, [7, 8], num_tokens=8)
     host.tell(FirstToken("t", 55))
     assert importer.closed_import().first_token == 55
+
+
+def test_the_host_can_have_links_made_ready(cluster: Cluster, host: Host) -> None:
+    exporters, importer = [cluster.rank(rank=rank) for rank in (0, 1)], cluster.rank(rank=1, report_to=host.address)
+    host.hear(RankReady)
+    ranks = [(exporter.endpoint.address, exporter.endpoint.epoch) for exporter in exporters]
+    host.tell(MeetExporters([ranks, []]))
+    eventually(lambda: list(importer.endpoint.stats().peers) == [exporters[1].endpoint.address])
 
 
 def test_nonsense_from_the_host_is_dropped_and_counted(cluster: Cluster, host: Host) -> None:

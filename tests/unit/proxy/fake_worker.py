@@ -76,6 +76,8 @@ class FakeWorker:
         self.aborted: list[str] = []
         self.dropped: list[str] = []
         self.held: list[str] = []
+        self.met: list[str] = []
+        """Addresses of exporters to get ready for."""
         self.first_tokens: dict[str, int] = {}
         self.utilities: list[tuple[str, Any]] = []
         self.rejected = ""
@@ -199,6 +201,8 @@ class FakeWorker:
                     self.dropped += ids
                 case messages.HoldTransfers(ids):
                     self.held += ids
+                case messages.MeetExporters(workers):
+                    self.met += [rank.address for ranks in workers for rank in ranks]
                 case messages.FirstToken(transfer_id, token):
                     self.first_tokens[transfer_id] = token
                     self._known(transfer_id).set()

@@ -480,3 +480,12 @@ async def test_a_worker_of_another_model_is_refused(tmp_path: Path) -> None:
         await until(lambda: other.rejected)
         assert "serves the model other" in other.rejected
         await other.stop()
+
+
+async def test_decode_workers_meet_prefill_workers_as_either_joins(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+        await until(lambda: cluster["decode-0"].met == ["ipc://prefill-0"])
+        await cluster.join("prefill-1", "decode-1")
+        await until(lambda: cluster["decode-0"].met == ["ipc://prefill-0", "ipc://prefill-1"])
+        await until(lambda: sorted(cluster["decode-1"].met) == ["ipc://prefill-0", "ipc://prefill-1"])
+        assert cluster["prefill-0"].met == []
