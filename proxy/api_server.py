@@ -62,6 +62,9 @@ async def run_api_server(
     if server is None:
         abandoned.set()
         return
+    if stop.is_set():
+        server.close()
+        return
     metrics = ProxyMetrics()
     pool = exits = None
     try:

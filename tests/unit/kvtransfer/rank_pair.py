@@ -69,12 +69,12 @@ class Rank:
         self.attach(transfer_id, exporter, num_tokens, wants_first_token, **other)
         self.endpoint.place_import(transfer_id, first_block, block_ids)
 
-    def closed_import(self, transfer_id: str = "t", timeout_s: float = 5.0) -> ClosedImport:
+    def closed_import(self, transfer_id: str = "t", timeout_s: float = 20.0) -> ClosedImport:
         self.collect(lambda: any(c.transfer_id == transfer_id for c in self.closed_imports), timeout_s)
         (closed,) = [c for c in self.closed_imports if c.transfer_id == transfer_id]
         return closed
 
-    def closed_export(self, transfer_id: str = "t", timeout_s: float = 5.0) -> ClosedExport:
+    def closed_export(self, transfer_id: str = "t", timeout_s: float = 20.0) -> ClosedExport:
         self.collect(lambda: any(c.transfer_id == transfer_id for c in self.closed_exports), timeout_s)
         (closed,) = [c for c in self.closed_exports if c.transfer_id == transfer_id]
         return closed
@@ -125,7 +125,7 @@ class Cluster:
             rank.endpoint.close(timeout_s=1)
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, "the condition never came true"
