@@ -65,8 +65,11 @@ def send_raw(client: httpx.Client, case: RawCase) -> RawReply:
     headers = {name: answer.headers.get(name) for name in _SSE_HEADERS if name != "content-length"}
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         events = [line for line in answer.text.split("\n\n") if line]
-        shapes = [_normal_event(event) for event in events]
-        return RawReply(answer.status_code, headers, {"first": shapes[0], "last": shapes[-1]})
+        first = _normal_event(events[0])
+        # A slow reader may get every token in the first chunk; then that one closes the choice and is signed.
+        first.pop("system_fingerprint", None)
+        first.pop("choices")
+        return RawReply(answer.status_code, headers, {"first": first, "last": _normal_event(events[-1])})
     return RawReply(answer.status_code, headers, without_ids_and_times(answer.json()) if answer.content else "")
 
 
