@@ -21,6 +21,8 @@ CONNECTOR = {
 }
 NUM_TOKENS = 300
 
+pytestmark = pytest.mark.timeout(420)  # the first test starts an engine
+
 
 @pytest.fixture(scope="module")
 def plain(model_path: str, log_dir: Path) -> Iterator[Server]:
