@@ -23,6 +23,8 @@ class SparedCluster:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
+        # A cluster serves as soon as one pair is up.
+        wait_until("all workers are ready", lambda: all(it.state == "ready" for it in status(self.url).workers), 120)
         # Kept from the start: the tree of a worker falls apart when its host dies.
         self._processes = {
             item.worker_id: [item.pid, *(child.pid for child in psutil.Process(item.pid).children(recursive=True))]
