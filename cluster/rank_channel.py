@@ -28,7 +28,8 @@ class RankChannel:
         self._identities: dict[int, bytes] = {}
         self.ready: dict[int, RankReady] = {}
         self.stats: dict[int, RankStats] = {}
-        self.pool = PoolStats(total=0, free=0, used=0, leased=0)
+        self.pool: PoolStats | None = None
+        """None until the engine has made a step: before, it has nothing to say."""
         self.bad_frames = 0
 
     async def run(self) -> None:

@@ -34,6 +34,7 @@ from kvtransfer.host_messages import (
     HoldExports,
     ImportClosed,
     MeetExporters,
+    PoolStats,
 )
 
 log = logging.getLogger("twinpool.worker")
@@ -315,8 +316,9 @@ class WorkerHost:
         )
 
     def _load(self) -> wire.WorkerLoad:
+        assert self._engine is not None
         ranks = list(self._ranks.stats.values())
-        pool = self._ranks.pool
+        pool = self._ranks.pool or _untouched(self._engine.facts.num_blocks)
         return wire.WorkerLoad(
             worker_id=self._settings.worker_id,
             epoch=self._epoch,
@@ -334,6 +336,12 @@ class WorkerHost:
             bad_frames=self._bad_frames + self._ranks.bad_frames + sum(rank.bad_frames for rank in ranks),
             peers={address: link for rank in ranks for address, link in rank.peers.items()},
         )
+
+
+def _untouched(num_blocks: int) -> PoolStats:
+    """The pool of an engine that has not made a step. One block is vLLM's own (the null block)."""
+    total = max(0, num_blocks - 1)
+    return PoolStats(total=total, free=total, used=0, leased=0)
 
 
 def _sum_by_key(counts: list[dict[str, Number]]) -> dict[str, Number]:
