@@ -30,31 +30,37 @@ class SparedCluster:
             item.worker_id: [item.pid, *(child.pid for child in psutil.Process(item.pid).children(recursive=True))]
             for item in status(server.url).workers
         }
-        self._spare: dict[str, list[str]] = {"prefill": [], "decode": []}
+        self._spare: dict[str, list[str]] = {}
+
+    def freeze_spares(self) -> None:
+        """Leaves `prefill-0` and `decode-0` at work. Doing it twice is doing it once."""
+        if self._spare:
+            return
+        self._spare = {"prefill": [], "decode": []}
         for worker_id in sorted(self._processes):
-            role = worker_id.rpartition("-")[0]
-            if worker_id.endswith("-0"):
-                continue
-            self._signal(worker_id, signal.SIGSTOP)
-            self._spare[role].append(worker_id)
-        wait_until("the frozen workers are given up", lambda: self.alive("prefill") == ["prefill-0"], 15)
-        wait_until("the frozen workers are given up", lambda: self.alive("decode") == ["decode-0"], 15)
+            if not worker_id.endswith("-0"):
+                self._signal(worker_id, signal.SIGSTOP)
+                self._spare[worker_id.rpartition("-")[0]].append(worker_id)
+        for role in self._spare:
+            self._wait_for(role, [f"{role}-0"])
+
+    def _wait_for(self, role: str, workers: list[str]) -> None:
+        wait_until(f"the {role} workers are {workers}", lambda: self.alive(role) == workers, 15)
 
     def alive(self, role: str) -> list[str]:
         return [item.worker_id for item in status(self.url).workers if item.role == role and item.state == "ready"]
 
     def pair(self) -> tuple[str, str]:
         """The prefill and the decode worker that work now; a missing one is replaced by a spare."""
+        self.freeze_spares()
         for role, spare in self._spare.items():
             if not self.alive(role):
                 if not spare:
                     raise LookupError(f"no spare {role} worker is left")
-                self._signal(spare.pop(0), signal.SIGCONT)
-                self._wait_for_one(role)
+                thawed = spare.pop(0)
+                self._signal(thawed, signal.SIGCONT)
+                self._wait_for(role, [thawed])
         return self.alive("prefill")[0], self.alive("decode")[0]
-
-    def _wait_for_one(self, role: str) -> None:
-        wait_until(f"a {role} worker is taken back", lambda: bool(self.alive(role)), 15)
 
     def kill(self, worker_id: str, kind: str) -> None:
         """SIGKILL to one process of a worker: its `host`, its engine `core`, or its only `rank`."""
@@ -62,6 +68,7 @@ class SparedCluster:
 
     def kill_all(self, role: str) -> None:
         """Kills whoever works in a pool and takes no spare."""
+        self.freeze_spares()
         for worker_id in self.alive(role):
             self.kill(worker_id, "host")
         wait_until(f"no {role} worker is left", lambda: not self.alive(role), 10)

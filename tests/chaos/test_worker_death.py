@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from lab.server_process import wait_for_no_process
-from tests.chaos.conftest import PromptMaker
+from tests.chaos.conftest import REPLICAS, PromptMaker
 from tests.chaos.spares import KINDS, SparedCluster
-from tests.engine.observed import wait_until, worker
+from tests.engine.observed import counters, wait_until, worker
 from tests.engine.servers import MODEL_NAME, http, reset_prefix_caches
 from tests.engine.token_cases import generate
 
@@ -146,6 +146,17 @@ async def _kill_and_see(
 def _alone(cluster: SparedCluster, prompt: list[int], max_tokens: int) -> list[int]:
     with http(cluster.server) as client:
         return generate(client, prompt, max_tokens, stream=False).token_ids
+
+
+async def test_idle_workers_share_what_comes_at_once(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    """The first test of this cluster: later ones freeze all workers but two."""
+    prompts = [make_prompt(2020 + i, 40) for i in range(12)]
+
+    fates = await asyncio.gather(*(_follow(spared_cluster.url, prompt, 8, Fate([])) for prompt in prompts))
+
+    assert [len(fate.token_ids) for fate in fates] == [8] * 12
+    fetched = {f'twinpool_worker_bytes_in{{link="host",worker="decode-{i}"}}' for i in range(REPLICAS["decode"])}
+    wait_until("all decode workers fetched blocks", lambda: fetched <= counters(spared_cluster.url).keys(), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
