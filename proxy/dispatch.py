@@ -251,8 +251,20 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------- placement
 
     def _place(self, trip: Trip) -> None:
-        view = self._pool.roster.view(self.legs.workload)
+        view = self._pool.roster.view(self.legs.workload, self._to_come())
         self._put(trip, place(trip.shape, view, self._settings.policy))
+
+    def _to_come(self) -> dict[str, list[int]]:
+        """By decode worker: tokens of each request that was placed there and has no leg there yet.
+
+        A prefill may wait for seconds; until then nothing else says that its blocks are spoken for.
+        """
+        to_come: dict[str, list[int]] = {}
+        for trip in self.trips.values():
+            flight = trip.flight
+            if flight.stage in (Stage.PREFILLING, Stage.HANDING_OVER) and not flight.decode_submitted:
+                to_come.setdefault(flight.decode, []).append(_expected_tokens(trip))
+        return to_come
 
     def _put(self, trip: Trip, placement: Placement) -> None:
         if isinstance(placement, Wait):
@@ -399,8 +411,8 @@ class Dispatcher:
     # -------------------------------------------------------------------------------------------- bookkeeping
 
     def _open_leg(self, trip: Trip, kind: LegKind, worker_id: str) -> str:
-        output_tokens = 1 if kind == "prefill" else min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        self._pool.roster.promise(worker_id, trip.shape.num_prompt_tokens + output_tokens)
+        num_tokens = trip.shape.num_prompt_tokens + 1 if kind == "prefill" else _expected_tokens(trip)
+        self._pool.roster.promise(worker_id, num_tokens)
         return self.legs.open(trip, kind, worker_id)
 
     def _close_leg(self, trip: Trip, kind: LegKind) -> str | None:
@@ -426,3 +438,8 @@ class Dispatcher:
 
 def _note(trip: Trip, event: LifetimeEvent) -> None:
     trip.lifetime.note(event, time.monotonic())
+
+
+def _expected_tokens(trip: Trip) -> int:
+    """Tokens whose KV a decode worker will hold for this request, as far as one can tell."""
+    return trip.shape.num_prompt_tokens + min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)

@@ -20,9 +20,9 @@ class WorkerView:
     queued_tokens: int
     """Prompt tokens sent to it whose prefill has not ended yet."""
     num_requests: int
-    """Requests it carries."""
+    """Requests it carries, and those on their way to it."""
     blocks_free: int
-    """KV blocks free for new requests: the last report less what was promised since."""
+    """KV blocks free for new requests: the last report less what was promised since and what is on its way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A worker is known by its `worker_id`; one life of its process by its `epoch`. A 
 what the old one carried is lost. Silence for `dead_after_s` means dead until it is heard again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -37,6 +37,10 @@ class Worker:
     @property
     def role(self) -> Role:
         return cast(Role, self.hello.role)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """KV blocks that hold so many tokens here."""
+        return -(-num_tokens // max(1, self.hello.engine.block_size))
 
     @property
     def blocks_free(self) -> int:
@@ -199,13 +203,17 @@ class Roster:
         """Notes that a request of this size was sent to a worker; its next report will include it."""
         worker = self.workers.get(worker_id)
         if worker is not None:
-            worker.promised_blocks += -(-num_tokens // max(1, worker.hello.engine.block_size))
+            worker.promised_blocks += worker.blocks_of(num_tokens)
 
-    def view(self, workload: Callable[[str], Workload]) -> PoolView:
-        """The workers as placement sees them. `workload` says what each has been given."""
+    def view(self, workload: Callable[[str], Workload], to_come: Mapping[str, Sequence[int]]) -> PoolView:
+        """The workers as placement sees them.
+
+        `workload` says what each has been given, `to_come` the tokens of each request that is on its way there.
+        """
         views = []
         for worker in sorted(self.workers.values(), key=lambda w: w.index):
-            given = workload(worker.worker_id)
+            given, coming = workload(worker.worker_id), to_come.get(worker.worker_id, ())
+            blocks_to_come = sum(worker.blocks_of(num_tokens) for num_tokens in coming)
             views.append(
                 WorkerView(
                     worker_id=worker.worker_id,
@@ -214,8 +222,8 @@ class Roster:
                     fingerprint=worker.hello.fingerprint,
                     max_model_len=worker.hello.engine.max_model_len,
                     queued_tokens=given.queued_tokens,
-                    num_requests=len(given.legs),
-                    blocks_free=worker.blocks_free,
+                    num_requests=len(given.legs) + len(coming),
+                    blocks_free=max(0, worker.blocks_free - blocks_to_come),
                 )
             )
         return PoolView(tuple(views))

@@ -108,6 +108,24 @@ async def test_a_first_token_that_stops_takes_back_the_decode_leg(tmp_path: Path
         cluster.assert_idle()
 
 
+@pytest.mark.parametrize("reserve_at_start", [True, False])
+async def test_requests_that_wait_for_their_prefill_are_spread_over_the_decode_workers(
+    tmp_path: Path, reserve_at_start: bool
+) -> None:
+    async with mini_cluster(
+        tmp_path, "prefill-0", "decode-0", "decode-1", reserve_at_start=reserve_at_start
+    ) as cluster:
+        cluster["prefill-0"].say_started = False
+        cluster["prefill-0"].gate.clear()
+        collectors = [await cluster.add(cluster.request()) for _ in range(4)]
+        await until(lambda: len(cluster["prefill-0"].submitted) == 4)
+        cluster["prefill-0"].gate.set()
+        for collector in collectors:
+            await read(collector)
+        assert [len(cluster[name].submitted) for name in ("decode-0", "decode-1")] == [2, 2]
+        cluster.assert_idle()
+
+
 async def test_a_short_prompt_is_served_by_the_decode_worker(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path) as cluster:
         answer = await cluster.run(prompt=[9, 8, 7])

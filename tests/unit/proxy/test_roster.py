@@ -131,9 +131,16 @@ def test_blocks_promised_since_the_last_report_are_not_free() -> None:
 
 def test_the_view_shows_workers_in_the_order_of_their_numbers() -> None:
     known = roster("decode-0", "prefill-0", "decode-7")
-    view = known.view(lambda worker_id: Workload({"x"}, 5) if worker_id == "prefill-0" else Workload())
+    view = known.view(lambda worker_id: Workload({"x"}, 5) if worker_id == "prefill-0" else Workload(), {})
     assert [w.worker_id for w in view.workers] == ["prefill-0", "decode-0", "decode-7"]
     assert (view.workers[0].queued_tokens, view.workers[0].num_requests) == (5, 1)
+
+
+def test_requests_on_their_way_to_a_worker_count_as_its_own() -> None:
+    known = roster("decode-0", "decode-1")
+    free = known.workers["decode-0"].blocks_free
+    view = known.view(lambda _worker_id: Workload(), {"decode-0": [33, 1]})
+    assert [(w.num_requests, w.blocks_free) for w in view.workers] == [(2, free - 4), (0, free)]
 
 
 def test_fingerprints_tell_who_can_be_paired_and_what_differs() -> None:
