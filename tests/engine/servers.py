@@ -28,7 +28,7 @@ FRONTEND_FLAGS: dict[str, Any] = {
 }
 PREFILL_BLOCKS = 24
 """Room for one and a half prompts of the longest kind: two long ones push everything else out of P's cache."""
-DECODE_BLOCKS = 320
+DECODE_BLOCKS = 160
 DECODE_SEQUENCES = 8
 MODEL_NAME = "smollm2"
 REQUEST_DEADLINE_S = 60.0
