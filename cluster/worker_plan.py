@@ -8,6 +8,7 @@ from cluster.config import ClusterConfig, PoolConfig, Role
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem
+from cluster.vllm_idle_wait import VARIABLE as ENGINE_WAITS
 
 _GIB = 1 << 30
 _KV_STEP_BYTES = 256 << 20
@@ -54,7 +55,7 @@ def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | No
                 worker_id=f"{role}-{index}",
                 role=role,
                 engine=_engine_options(config, pool, machine, kv_bytes),
-                env={**_quiet_environment(model, machine), **env, **pool.env},
+                env={**_defaults_for_environment(model, machine), **env, **pool.env},
                 cores=cores_of_ranks,
             )
         )
@@ -109,9 +110,14 @@ def _default_kv_bytes(machine: Machine, num_ranks: int, num_workers: int, model:
     return max(_KV_STEP_BYTES, min(cap, share) // _KV_STEP_BYTES * _KV_STEP_BYTES)
 
 
-def _quiet_environment(model: ModelFacts | None, machine: Machine) -> dict[str, str]:
-    """No look-ups on model hubs for a model that is on disk, no usage reports; the operator's own values win."""
+def _defaults_for_environment(model: ModelFacts | None, machine: Machine) -> dict[str, str]:
+    """No look-ups on model hubs for a model that is on disk, no usage reports, no spinning where others compute.
+
+    The operator's own values win.
+    """
     wanted = {"VLLM_NO_USAGE_STATS": "1"}
+    if machine.on_cpu:
+        wanted[ENGINE_WAITS] = "asleep"
     if model is not None:
         wanted["HF_HUB_OFFLINE"] = "1"
     return {name: value for name, value in wanted.items() if name not in machine.environ}

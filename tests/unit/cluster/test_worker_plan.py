@@ -175,3 +175,11 @@ def test_workers_may_share_a_gpu_when_told_so() -> None:
     machine = replace(TWO_CORES, gpus=("0",))
     share = [f"pools.{role}.env.CUDA_VISIBLE_DEVICES=0" for role in ("prefill", "decode")]
     assert {plan.env["CUDA_VISIBLE_DEVICES"] for plan in planned(machine, *share).values()} == {"0"}
+
+
+def test_engines_sleep_between_messages_only_where_they_compute_on_the_same_cores() -> None:
+    name = "TWINPOOL_ENGINE_WAITS"
+    assert planned(TWO_CORES)["decode-0"].env[name] == "asleep"
+    assert planned(TWO_CORES, f"pools.decode.env.{name}=spin")["decode-0"].env[name] == "spin"
+    assert name not in planned(replace(TWO_CORES, environ={name: "spin"}))["decode-0"].env
+    assert name not in planned(replace(TWO_CORES, gpus=("0", "1")))["decode-0"].env
