@@ -7,7 +7,7 @@ made of an `EngineCoreRequest` or an `EngineCoreOutputs` (tensors as frames of t
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -40,6 +40,8 @@ class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
     role: str
     """`prefill` or `decode`."""
     epoch: str
+    proxies_lost: int
+    """How often it has lost sight of a proxy in this life, each time dropping what it carried. Equal: said again."""
     pid: int
     hostname: str
     engine: EngineFacts

@@ -78,6 +78,7 @@ class WorkerHost:
         self._exports: deque[str] = deque(maxlen=MAX_REMEMBERED_EXPORTS)
         self._proxy_epoch = ""
         self._proxy_heard_at_s = 0.0
+        self._proxies_lost = 0
         self._num_ranks = 0
         self._num_running = 0
         self._num_waiting = 0
@@ -290,6 +291,7 @@ class WorkerHost:
         assert self._engine is not None
         log.warning("proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active))
         self._proxy_epoch = ""
+        self._proxies_lost += 1
         if self._active:
             await self._engine.abort(list(self._active))
             self._active.clear()
@@ -306,6 +308,7 @@ class WorkerHost:
                 worker_id=self._settings.worker_id,
                 role=self._settings.role,
                 epoch=self._epoch,
+                proxies_lost=self._proxies_lost,
                 pid=os.getpid(),
                 hostname=socket.gethostname(),
                 engine=self._engine.facts,

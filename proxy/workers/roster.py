@@ -106,12 +106,14 @@ class Roster:
         if known is not None and known.hello.role != hello.role:
             return Admission(None, f"the id {hello.worker_id} belongs to a {known.hello.role} worker")
         if known is not None and known.hello.epoch == hello.epoch:
-            # A worker says hello again after it lost sight of the proxy, and it dropped its requests then.
+            # A worker drops its requests when it loses sight of the proxy. Without that it only repeats itself,
+            # because our welcome was late.
             joined = not known.alive
+            dropped = hello.proxies_lost != known.hello.proxies_lost
             cause = f"Worker {hello.worker_id} lost sight of the proxy and dropped its requests"
-            lost = None if joined else Loss(hello.worker_id, "rejoined", cause)
+            lost = Loss(hello.worker_id, "rejoined", cause) if dropped and not joined else None
             self.by_identity.pop(known.identity, None)
-            known.identity, known.heard_s, known.alive = identity, now_s, True
+            known.hello, known.identity, known.heard_s, known.alive = hello, identity, now_s, True
             self.by_identity[identity] = hello.worker_id
             self.causes.pop(hello.worker_id, None)
             return Admission(known, lost=lost, joined=joined)

@@ -114,7 +114,7 @@ class FakeWorker:
         await self.hello()
         return self
 
-    async def hello(self) -> None:
+    async def hello(self, proxies_lost: int = 0) -> None:
         fingerprint, max_model_len, model, protocol = self._hello_facts
         facts = messages.EngineFacts(model, max_model_len, BLOCK_SIZE, 1000, 8, 512, 1, "bfloat16", ["generate"])
         await self.say(
@@ -123,6 +123,7 @@ class FakeWorker:
                 self.worker_id,
                 self.role,
                 self.epoch,
+                proxies_lost,
                 1,
                 "here",
                 facts,

@@ -374,7 +374,7 @@ async def test_a_worker_that_lost_sight_of_the_proxy_has_dropped_its_requests(tm
         cluster["decode-0"].step_s = 30.0
         collector = await cluster.add(cluster.request())
         await until(lambda: cluster["decode-0"].first_tokens)
-        await cluster["decode-0"].hello()
+        await cluster["decode-0"].hello(proxies_lost=1)
         error = await failure(cluster, collector)
         assert "dropped its requests" in error.message
         await until(lambda: not cluster["decode-0"].running)

@@ -16,6 +16,7 @@ def hello(worker_id: str = "prefill-0", **changes: Any) -> WorkerHello:
         worker_id=worker_id,
         role=worker_id.split("-")[0],
         epoch=f"{worker_id}-life-1",
+        proxies_lost=0,
         pid=1,
         hostname="here",
         engine=facts,
@@ -68,13 +69,24 @@ def test_a_new_life_replaces_the_old_one_and_keeps_its_number() -> None:
     assert known.heard(b"new", "decode-0", "decode-0-life-1", 1.0) is None
 
 
-def test_a_hello_from_the_same_life_means_it_dropped_its_requests() -> None:
+def test_a_worker_that_lost_sight_of_the_proxy_has_dropped_its_requests() -> None:
     known = roster("prefill-0")
-    again = known.admit(b"other-connection", hello(), 1.0)
+    again = known.admit(b"other-connection", hello(proxies_lost=1), 1.0)
     assert again.lost is not None
     assert again.lost.kind == "rejoined"
     assert not again.joined
     assert known.heard(b"other-connection", None, None, 1.0) is not None
+    repeated = known.admit(b"other-connection", hello(proxies_lost=1), 2.0)
+    assert repeated.lost is None, "it is told once"
+
+
+def test_a_hello_that_is_only_repeated_loses_nothing() -> None:
+    """A worker says it every second until its welcome comes, and a proxy that starts is slow."""
+    known = roster("prefill-0")
+    again = known.admit(b"\x00", hello(), 1.0)
+    assert again.worker is not None
+    assert again.lost is None
+    assert not again.joined
 
 
 def test_silence_is_death_until_it_is_heard_again() -> None:
