@@ -134,7 +134,7 @@ async def test_a_killed_launcher_takes_all_processes_of_its_workers_along(tmp_pa
     finally:
         launcher.kill()
         await launcher.wait()
-    assert await gone_within(pids, 8)
+    assert await gone_within(pids, 20)
 
 
 async def test_a_lost_watchdog_is_replaced(run: Run, tmp_path: Path) -> None:
