@@ -56,6 +56,15 @@ class LastRequest(msgspec.Struct, frozen=True):
     request_id: str = ""
 
 
+class RefusedPair(msgspec.Struct, frozen=True):
+    """Two workers that are never placed together: their KV caches cannot be copied into each other."""
+
+    prefill: str
+    decode: str
+    differing_fields: list[str]
+    """`name (value of the prefill worker / value of the decode worker)`."""
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole answer."""
 
@@ -69,3 +78,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     transfer_failures: dict[str, int] = {}
     """By failure kind."""
     last_request: LastRequest | None = None
+    refused_pairs: list[RefusedPair] = []

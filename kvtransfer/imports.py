@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kvtransfer.layout import CacheLayout
 from kvtransfer.messages import Done, Ready
+from kvtransfer.resharding.heads import ONLY_SOURCE, Source
+from kvtransfer.resharding.shares import Units
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class ClosedImport:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some blocks of some layers, on their way. `source_ids` are the exporter's, `target_ids` ours."""
+    """Some blocks of some layers, on their way. `source_ids` are the exporter's, `target_ids` ours.
+
+    Between ranks with other block sizes these are ids of units, see `resharding.shares`.
+    """
 
     transfer_id: str
     piece_id: int
@@ -59,8 +64,10 @@ class Import:
         prompt_hash: bytes,
         wants_first_token: bool,
         opened_s: float,
+        source: Source = ONLY_SOURCE,
     ) -> None:
         self.transfer_id = transfer_id
+        self.source = source
         self.num_tokens = num_tokens
         self.prompt_hash = prompt_hash
         self.wants_first_token = wants_first_token
@@ -68,19 +75,20 @@ class Import:
         self.in_flight: dict[int, Piece] = {}  # by piece id; being written into our blocks, or asked for
         self.is_cancelled = False
         self.link = ""
-        self._layout = layout
+        self._units = Units(layout.block_size, layout.layer_bytes)
         self._first_token: int | None = None
         self._failure: tuple[str, str] | None = None
         self.attempt = 0
-        self._source_ids: list[int] = []  # the exporter's, one per KV block, in token order
+        self._source_ids: list[int] = []  # the exporter's, one per unit, in token order
         self._ready_tokens = 0
         self._done: Done | None = None
-        self._first_block = 0
-        self._target_ids: list[int] | None = None  # ours, from position `_first_block` on; None until placed
+        self._placed: tuple[int, list[int]] | None = None  # as the engine said it, in blocks
+        self._first_unit = 0
+        self._target_ids: list[int] | None = None  # ours, from position `_first_unit` on; None until placed
         self._is_orphaned = False  # the exporter gave up, or we gave up on it
-        self._layers_missing: list[int] = []  # per placed block
+        self._layers_missing: list[int] = []  # per placed unit
         self._num_missing = 0  # their sum
-        self._cursor = (0, 0)  # the next placed block and layer to ask for
+        self._cursor = (0, 0)  # the next placed unit and layer to ask for
         self._opened_s = opened_s
         self._done_s: float | None = None
         self._loaded_s: float | None = None
@@ -89,19 +97,26 @@ class Import:
 
     # What the exporter says.
 
+    def agree(self, units: Units, now_s: float) -> None:
+        """What it shares with us is counted in these units from here on. Comes before anything is copied."""
+        self._units = units
+        if self._placed is not None:
+            self._aim(*self._placed, now_s)
+
     def on_ready(self, message: Ready) -> None:
         if self._done or message.attempt < self.attempt:
             return
         if message.attempt > self.attempt:
             self._start_over(message.attempt)
-        if message.first_block != len(self._source_ids) or message.num_tokens < self._ready_tokens:
+        per_block = self._units.exporter_per_block
+        if message.first_block * per_block != len(self._source_ids) or message.num_tokens < self._ready_tokens:
             self.fail(
                 "mismatch",
                 f"the exporter named blocks from {message.first_block} with {message.num_tokens} tokens ready, "
-                f"after {len(self._source_ids)} blocks with {self._ready_tokens}",
+                f"after {len(self._source_ids) // per_block} blocks with {self._ready_tokens}",
             )
             return
-        self._source_ids += message.block_ids
+        self._source_ids += _units_of(message.block_ids, per_block)
         self._ready_tokens = message.num_tokens
 
     def on_done(self, message: Done, now_s: float) -> None:
@@ -117,8 +132,8 @@ class Import:
                 "or their prompts differ",
             )
             return
-        if len(self._source_ids) < self._num_blocks:
-            self.fail("mismatch", f"the exporter named {len(self._source_ids)} of {self._num_blocks} blocks and ended")
+        if len(self._source_ids) < self._num_units:
+            self.fail("mismatch", f"the exporter named {len(self._source_ids)} of {self._num_units} blocks and ended")
             return
         self._done = message
         self._done_s = now_s
@@ -132,10 +147,8 @@ class Import:
         """Our blocks for the positions from `first_block` on. Those past the last prompt token take nothing."""
         if self._target_ids is not None:
             return
-        self._first_block = first_block
-        self._target_ids = list(block_ids)[: max(0, self._num_blocks - first_block)]
-        self._void_copies()
-        self._note_if_loaded(now_s)
+        self._placed = (first_block, list(block_ids))
+        self._aim(*self._placed, now_s)
 
     def give_first_token(self, token: int) -> None:
         if self._first_token is None:
@@ -151,6 +164,15 @@ class Import:
             self._failure = (kind, reason)
 
     # What to do next.
+
+    @property
+    def first_token(self) -> int | None:
+        return self._first_token
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """Kind and reason; None as long as all goes well, or nothing is missing any more."""
+        return self._failure
 
     @property
     def is_placed(self) -> bool:
@@ -180,10 +202,10 @@ class Import:
         index, layer = self._cursor
         if self._target_ids is None or self.is_over or index >= self._num_fetchable:
             return None
-        layer_bytes = self._layout.layer_bytes
-        if layer == 0 and self._layout.block_bytes <= max_bytes:
-            end = min(index + max_bytes // self._layout.block_bytes, self._num_fetchable)
-            num_layers, num_bytes = self._layout.num_layers, (end - index) * self._layout.block_bytes
+        layer_bytes = self._units.layer_bytes
+        if layer == 0 and self._units.block_bytes <= max_bytes:
+            end = min(index + max_bytes // self._units.block_bytes, self._num_fetchable)
+            num_layers, num_bytes = self._units.num_layers, (end - index) * self._units.block_bytes
             self._cursor = (end, 0)
         else:
             end, num_layers, num_bytes = index + 1, 1, layer_bytes[layer]
@@ -192,7 +214,7 @@ class Import:
                 num_layers += 1
             is_last = layer + num_layers == len(layer_bytes)
             self._cursor = (end, 0) if is_last else (index, layer + num_layers)
-        source_ids = self._source_ids[self._first_block + index : self._first_block + end]
+        source_ids = self._source_ids[self._first_unit + index : self._first_unit + end]
         target_ids = self._target_ids[index:end]
         piece = Piece(
             self.transfer_id,
@@ -234,16 +256,23 @@ class Import:
         return self._closed("recompute") if self._failure else None
 
     @property
-    def _num_blocks(self) -> int:
-        """KV blocks of the whole prompt."""
-        return -(-self.num_tokens // self._layout.block_size)
+    def _num_units(self) -> int:
+        """KV blocks of the whole prompt, in units."""
+        return -(-self.num_tokens // self._units.block_size)
 
     @property
     def _num_fetchable(self) -> int:
-        """Placed blocks whose data the exporter will not change again, unless it starts over."""
-        num_complete = self._num_blocks if self._done else self._ready_tokens // self._layout.block_size
-        num_complete = min(num_complete, len(self._source_ids)) - self._first_block
+        """Placed units whose data the exporter will not change again, unless it starts over."""
+        num_complete = self._num_units if self._done else self._ready_tokens // self._units.block_size
+        num_complete = min(num_complete, len(self._source_ids)) - self._first_unit
         return min(num_complete, len(self._target_ids or ()))
+
+    def _aim(self, first_block: int, block_ids: Sequence[int], now_s: float) -> None:
+        per_block = self._units.importer_per_block
+        self._first_unit = first_block * per_block
+        self._target_ids = _units_of(block_ids, per_block)[: max(0, self._num_units - self._first_unit)]
+        self._void_copies()
+        self._note_if_loaded(now_s)
 
     def _start_over(self, attempt: int) -> None:
         """The exporter was preempted: what it named is void, and so is what was copied."""
@@ -255,7 +284,7 @@ class Import:
 
     def _void_copies(self) -> None:
         self._cursor = (0, 0)
-        self._layers_missing = [self._layout.num_layers] * len(self._target_ids or ())
+        self._layers_missing = [self._units.num_layers] * len(self._target_ids or ())
         self._num_missing = sum(self._layers_missing)
 
     def _note_if_loaded(self, now_s: float) -> None:
@@ -266,17 +295,17 @@ class Import:
 
     def _closed(self, outcome: str) -> ClosedImport:
         kind, reason = self._failure or ("", "")
-        bad = []
+        bad: dict[int, None] = {}
         if not self.has_blocks:
-            for block_id, missing in zip(self._target_ids or (), self._layers_missing, strict=True):
+            for unit_id, missing in zip(self._target_ids or (), self._layers_missing, strict=True):
                 if missing or self._done is None:
-                    bad.append(block_id)
+                    bad[unit_id // self._units.importer_per_block] = None
         done_s, loaded_s = self._done_s, self._loaded_s
         return ClosedImport(
             self.transfer_id,
             outcome,
             self._first_token if self.wants_first_token else None,
-            bad,
+            list(bad),
             kind,
             reason,
             self.link,
@@ -286,3 +315,10 @@ class Import:
             done_to_loaded_s=0.0 if done_s is None or loaded_s is None else max(0.0, loaded_s - done_s),
             copy_s=self._copy_s,
         )
+
+
+def _units_of(block_ids: Sequence[int], per_block: int) -> list[int]:
+    """The units of these blocks, in token order."""
+    if per_block == 1:
+        return list(block_ids)
+    return [block_id * per_block + unit for block_id in block_ids for unit in range(per_block)]

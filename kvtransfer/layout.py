@@ -8,9 +8,16 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.resharding.forms import CUTTABLE_FORMATS, CacheForm, LayerForm
+from kvtransfer.resharding.shares import Runs
 
 MAX_RUNS_PER_BLOCK = 1024
 """More pieces than this per layer and block would cost more in bookkeeping than in bytes."""
@@ -22,17 +29,47 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Region:
-    """One run of one layer: block `b` has `run_bytes` bytes at `base_address + b * block_stride_bytes`."""
+    """Equal runs of one layer, at the same places in every block.
+
+    Usually one run per block, of `run_bytes` at `base_address + b * block_stride_bytes`. Where blocks are cut to match
+    those of another rank, `b` counts units, of which a block has several, and a unit may have several runs.
+    """
 
     base_address: int
     block_stride_bytes: int
     run_bytes: int
     num_blocks: int
+    run_offsets: tuple[int, ...] = (0,)
+    units_per_block: int = 1
+    unit_stride_bytes: int = 0
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The first byte of the first block, and the byte after the last one of the last."""
+        last = self.base_address + (self.num_blocks - 1) * self.block_stride_bytes
+        last += (self.units_per_block - 1) * self.unit_stride_bytes + max(self.run_offsets)
+        return self.base_address + min(self.run_offsets), last + self.run_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, or unit, in this region."""
+        return self.run_bytes * len(self.run_offsets)
+
+    def addresses(self, block_ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Of every run of these blocks, or units: [block, run]."""
+        blocks = block_ids // np.uint64(self.units_per_block)
+        units = block_ids % np.uint64(self.units_per_block)
+        starts = blocks * np.uint64(self.block_stride_bytes) + units * np.uint64(self.unit_stride_bytes)
+        return starts[:, None] + self._run_addresses[None, :]
+
+    @cached_property
+    def _run_addresses(self) -> NDArray[np.uint64]:
+        return np.array(self.run_offsets, dtype=np.uint64) + np.uint64(self.base_address)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What shapes and strides cannot tell. Two ranks exchange blocks only if all of it is equal."""
+    """What shapes and strides cannot tell."""
 
     model: str
     dtype: str
@@ -45,11 +82,15 @@ class ModelFacts:
     layout_name: str
     attention_backend: str
     tp_size: int
+    total_kv_heads: int = 0
+    """Of the model; 0 when it is not known how heads are shared out to ranks. MLA has one head, on every rank."""
+    content_format: str = ""
+    """How the content of a head's tokens lies in a block, see `resharding.forms`."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Everything that must match between two ranks of equal place in their TP groups; independent of pool sizes."""
+    """Everything that decides who can exchange blocks with whom; independent of ranks and pool sizes."""
 
     facts: ModelFacts
     layer_names: tuple[str, ...]
@@ -59,6 +100,8 @@ class CacheLayout:
     """Per layer: those axes as they lie in memory, outermost first."""
     block_runs: tuple[tuple[int, ...], ...]
     """Per layer: bytes of each contiguous run of one block, in logical order."""
+    form: CacheForm | None = None
+    """None when the cache cannot be cut by heads: then it goes only to one with an equal layout, rank by rank."""
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +131,17 @@ class CacheLayout:
             "block_shapes": _counted(self.block_shapes),
             "axis_orders": _counted(self.axis_orders),
             "block_runs": _counted(self.block_runs),
+            **self._form_fields(),
+        }
+
+    def _form_fields(self) -> dict[str, str]:
+        if self.form is None:
+            return {"memory_order": ""}
+        (memory_order,) = self.form.memory_orders
+        return {
+            "memory_order": memory_order,
+            "content_bytes": _counted(tuple((layer.content, layer.element) for layer in self.form.each_layer())),
+            "cuttable_blocks": "yes" if self.form.content_format in CUTTABLE_FORMATS else "no",
         }
 
     def fingerprint(self) -> str:
@@ -107,6 +161,8 @@ class CacheMap:
     """The caches themselves: they must outlive every copy."""
     device: str = "cpu"
     """`cpu`, or `cuda:N` as torch names GPUs."""
+    layer_addresses: tuple[int, ...] = ()
+    """Per layer, where its block 0 starts."""
 
     @classmethod
     def of(cls, layout: CacheLayout, num_blocks: int, layers: tuple[tuple[Region, ...], ...]) -> Self:
@@ -115,6 +171,26 @@ class CacheMap:
 
     def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
         return tuple(itertools.chain.from_iterable(self.layers[first_layer : first_layer + num_layers]))
+
+    def cut(self, layers: Sequence[Sequence[Runs]]) -> tuple[tuple[Region, ...], ...]:
+        """Per layer the regions of what is shared with another rank."""
+        return tuple(
+            tuple(region_of(runs, address + runs.offset, self.num_blocks) for runs in layer)
+            for address, layer in zip(self.layer_addresses, layers, strict=True)
+        )
+
+
+def region_of(runs: Runs, base_address: int, num_blocks: int) -> Region:
+    """These runs where they lie; `base_address` is that of the first one's offset."""
+    return Region(
+        base_address,
+        runs.block_stride,
+        runs.run_bytes,
+        num_blocks,
+        runs.run_offsets,
+        runs.units_per_block,
+        runs.unit_stride,
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +212,7 @@ def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> C
     if not kv_caches:
         raise LayoutError("No KV cache was registered: kvtransfer needs at least one attention layer.")
     names = tuple(sorted(kv_caches, key=_natural_order))
-    shapes, orders, runs, layers = [], [], [], []
+    shapes, orders, runs, layers, arrays = [], [], [], [], []
     devices = {}
     for name in names:
         array = _strided(name, kv_caches[name])
@@ -155,11 +231,34 @@ def probe(kv_caches: Mapping[str, Any], num_blocks: int, facts: ModelFacts) -> C
         shapes.append(array.shape[1:])
         orders.append(tuple(axis - 1 for axis in order if axis != 0))
         runs.append((run_bytes,) * len(offsets))
-    layout = CacheLayout(facts, names, tuple(shapes), tuple(orders), tuple(runs))
+        arrays.append(array)
+    layout = CacheLayout(facts, names, tuple(shapes), tuple(orders), tuple(runs), _form(arrays, facts))
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise LayoutError(f"The KV caches lie on several devices: {places}. A rank moves blocks of one device.")
-    return CacheMap(layout, num_blocks, tuple(layers), tuple(kv_caches[name] for name in names), next(iter(devices)))
+    owners = tuple(kv_caches[name] for name in names)
+    addresses = tuple(array.address for array in arrays)
+    return CacheMap(layout, num_blocks, tuple(layers), owners, next(iter(devices)), addresses)
+
+
+def _form(arrays: list[_Strided], facts: ModelFacts) -> CacheForm | None:
+    """None unless every layer is [block, head, token, content] with the heads that this model has."""
+    layers = []
+    for array in arrays:
+        if len(array.shape) != 4 or array.shape[1:3] != (facts.num_kv_heads, facts.block_size):
+            return None
+        block_stride, head_stride, token_stride, element_stride = array.strides
+        if element_stride != array.item_bytes and array.shape[3] > 1:
+            return None
+        content = array.shape[3] * array.item_bytes
+        layers.append(LayerForm(block_stride, head_stride, token_stride, content, array.item_bytes))
+    if facts.total_kv_heads < 1 or facts.num_kv_heads != max(1, facts.total_kv_heads // facts.tp_size):
+        return None
+    groups = tuple((len(list(group)), layer) for layer, group in itertools.groupby(layers))
+    form = CacheForm(
+        facts.tp_size, facts.total_kv_heads, facts.num_kv_heads, facts.block_size, facts.content_format, groups
+    )
+    return form if len(form.memory_orders) == 1 else None
 
 
 def _strided(name: str, cache: Any) -> _Strided:

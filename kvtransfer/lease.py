@@ -66,7 +66,8 @@ class Lease:
         """Only grows: an importer that reads by itself relies on what it was once told."""
         self.outcome = ""
         self._reads_memory: dict[bytes, bool] = {}
-        self._any_released = False
+        self._num_expected = 1
+        self._released: set[bytes] = set()
 
     @property
     def importers(self) -> list[bytes]:
@@ -89,16 +90,20 @@ class Lease:
         self._step(LeaseEvent.ABORT, "aborted")
         self._settle()
 
-    def attach(self, importer: bytes, reads_memory: bool) -> None:
-        """`reads_memory`: it copies by itself, unseen by us, instead of asking for bytes."""
+    def attach(self, importer: bytes, reads_memory: bool, num_expected: int = 1) -> None:
+        """`reads_memory`: it copies by itself, unseen by us, instead of asking for bytes.
+
+        `num_expected`: so many importers need the blocks; those that come later must find them.
+        """
         if self.state not in READABLE_STATES:
             raise IllegalTransition(f"Transfer {self.transfer_id}: an importer cannot attach when {self.state.value}.")
         self._reads_memory[importer] = reads_memory
+        self._num_expected = max(self._num_expected, num_expected)
 
     def release(self, importer: bytes) -> None:
         """It has what it needs, or gave up, and reads no more."""
         if self._reads_memory.pop(importer, None) is not None:
-            self._any_released = True
+            self._released.add(importer)
             self._settle()
 
     def lose(self, importer: bytes) -> None:
@@ -126,7 +131,8 @@ class Lease:
         return False
 
     def _settle(self) -> None:
-        if self.state is LeaseState.HELD and self._any_released and not self._reads_memory:
+        all_came = len(self._released) >= self._num_expected
+        if self.state is LeaseState.HELD and all_came and not self._reads_memory:
             self._step(LeaseEvent.ALL_RELEASED, "released")
         elif self.state is LeaseState.ENDING and not any(self._reads_memory.values()):
             self._step(LeaseEvent.QUIET)

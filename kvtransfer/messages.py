@@ -31,11 +31,16 @@ generation, and anything else than the next one breaks the communicator. The imp
 `Sending` comes, so that no kernel waits on its GPU for blocks that are still being gathered, and does so even for
 blocks that it no longer wants. A `Fetch` of a generation that is over gets no answer; the importer repeats it.
 
+Where the two workers differ in their number of ranks, an importer does this with each exporter that holds some of its
+heads, and an exporter with each importer that needs some of its own; `Attach` tells it how many those are.
+
 `transfer_id` is minted by the proxy. `epoch` names one life of one process: a message for another epoch
 is refused, so a restarted peer on the same address is a new peer.
 """
 
 import msgspec
+
+from kvtransfer.resharding.forms import CacheForm
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -45,9 +50,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Boot epoch of the importer."""
     rank: int
     fingerprint: str
-    """`CacheLayout.fingerprint()` of the importer; a different one is refused."""
+    """`CacheLayout.fingerprint()` of the importer; an equal one needs no comparison of fields."""
     layout_fields: dict[str, str]
-    """The fields behind the fingerprint, so that a refusal can name those that differ."""
+    """The fields behind the fingerprint: they decide whether the pair is compatible, and name what forbids it."""
     host_id: str
     """Names the machine; equal on both sides when they share memory."""
     links: list[str]
@@ -62,10 +67,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Of the importer; both sides need the same. 0 without NCCL."""
     unusable: dict[str, str] = {}
     """Links that are configured but cannot be used by the importer, and why."""
+    form: CacheForm | None = None
+    """How the importer's cache lies in memory; None if it goes only to an equal one, rank by rank."""
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
-    """One contiguous run of every block of one layer, as it lies in the exporter's address space."""
+    """The first run of every block of one layer, as it lies in the exporter's address space; with a `form`, further
+    runs of the region follow from it."""
 
     base_address: int
     block_stride_bytes: int
@@ -93,9 +101,12 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Why that link, in words for the log and `twinpool status`."""
     pid: int
     regions: list[MemoryRegion]
-    """One per run of each layer, in order. Empty unless the link reads the exporter's memory."""
+    """What this pair shares, one per region of each layer, in order. Empty unless the link reads the exporter's memory.
+    """
     allocations: list[SharedAllocation] = []
     """On the link `cuda_ipc`, the allocations that the regions lie in."""
+    form: CacheForm | None = None
+    """How the exporter's cache lies in memory; both sides compute from both forms what the pair shares."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -116,6 +127,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     """Prompt length, for comparison with the exporter's own."""
     prompt_hash: bytes
     wants_first_token: bool
+    importers_expected: int = 1
+    """Ranks of the decode worker that attach to this exporter for this transfer; it waits for a release of each."""
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):
@@ -148,7 +161,11 @@ class Done(msgspec.Struct, tag="done", frozen=True):
 
 
 class Fetch(msgspec.Struct, tag="fetch", frozen=True):
-    """Importer to exporter: send these blocks of these layers. Its size is the importer's credit."""
+    """Importer to exporter: send these blocks of these layers. Its size is the importer's credit.
+
+    Of each block it gets the heads that the pair shares. Where block sizes differ, the ids are those of units, see
+    `resharding.shares`.
+    """
 
     transfer_id: str
     attempt: int

@@ -107,8 +107,8 @@ class RankEndpoint:
     # The importer's side.
 
     def meet(self, exporter_address: str, exporter_epoch: str) -> None:
-        """Get the link to this exporter ready, so that no request has to wait for that."""
-        self._post(self._loop.importer.meet, PeerKey(exporter_address, exporter_epoch))
+        """Get the link to this exporter of one rank ready, so that no request has to wait for that."""
+        self._post(self._loop.importer.meet, [PeerKey(exporter_address, exporter_epoch)])
 
     def open_import(
         self,
@@ -119,9 +119,24 @@ class RankEndpoint:
         num_tokens: int,
         wants_first_token: bool,
     ) -> None:
-        """Attach to the exporter now and renew from here on. `num_tokens` is the length of the exporter's prompt."""
-        key = PeerKey(exporter_address, exporter_epoch)
-        self._post(self._loop.importer.open, transfer_id, key, prompt_hash, num_tokens, wants_first_token)
+        """As `open_sharded_import`, from an exporter with one rank."""
+        exporters = [(exporter_address, exporter_epoch)]
+        self.open_sharded_import(transfer_id, exporters, prompt_hash, num_tokens, wants_first_token)
+
+    def open_sharded_import(
+        self,
+        transfer_id: str,
+        exporters: Sequence[tuple[str, str]],
+        prompt_hash: bytes,
+        num_tokens: int,
+        wants_first_token: bool,
+    ) -> None:
+        """Attach now, and renew from here on, to those of the exporter's ranks that hold this rank's heads.
+
+        `exporters` are the addresses and epochs of all of its ranks, by rank; `num_tokens` is the length of its prompt.
+        """
+        keys = [PeerKey(address, epoch) for address, epoch in exporters]
+        self._post(self._loop.importer.open, transfer_id, keys, prompt_hash, num_tokens, wants_first_token)
 
     def place_import(self, transfer_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Our blocks for the prompt's blocks from position `first_block` on; none when all of them are here already."""

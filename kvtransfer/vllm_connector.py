@@ -30,6 +30,7 @@ from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.step_orders import ClosedRequest, StepOrders
+from kvtransfer.vllm_content_format import content_format
 from kvtransfer.vllm_rank_side import RankSide, StepResults
 from kvtransfer.vllm_scheduler_side import SchedulerSide
 
@@ -115,12 +116,14 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout_name=str(config.cache_config.kv_cache_layout),
             attention_backend=get_current_attn_backend(config).get_name(),
             tp_size=config.parallel_config.tensor_parallel_size,
+            total_kv_heads=1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads(),
+            content_format=content_format(config, spec),
         )
         known = {setting.name for setting in dataclasses.fields(EndpointSettings)}
         settings = {name: value for name, value in self._settings.items() if name in known}
         caches = probe(kv_caches, self._kv_cache_config.num_blocks, facts)
         self._endpoint = RankEndpoint(EndpointSettings(rank=rank, **settings), caches)
-        self._rank = RankSide(self._endpoint, rank, self._endpoint.compute_fence(_compute_stream))
+        self._rank = RankSide(self._endpoint, self._endpoint.compute_fence(_compute_stream))
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return RankHandshake(self._endpoint.address, self._endpoint.epoch) if self._endpoint else None

@@ -36,9 +36,8 @@ class RankSide:
     behind it: the forward pass of this step may still be writing the ones, those before it using the others.
     """
 
-    def __init__(self, endpoint: RankEndpoint, rank: int, fence: ComputeFence | None = None) -> None:
+    def __init__(self, endpoint: RankEndpoint, fence: ComputeFence | None = None) -> None:
         self._endpoint = endpoint
-        self._rank = rank
         self._fenced = FencedCalls(fence or NoFence())
         self._export_requests: dict[str, str] = {}  # transfer id -> request id
         self._import_requests: dict[str, str] = {}
@@ -73,9 +72,12 @@ class RankSide:
             endpoint.abort_export(aborted.transfer_id, aborted.reason)
         for wanted in orders.open_imports:
             self._import_requests[wanted.transfer_id] = wanted.request_id
-            address, epoch = wanted.rank_addresses[self._rank % len(wanted.rank_addresses)]
-            endpoint.open_import(
-                wanted.transfer_id, address, epoch, wanted.prompt_hash, wanted.num_tokens, wanted.wants_first_token
+            endpoint.open_sharded_import(
+                wanted.transfer_id,
+                wanted.rank_addresses,
+                wanted.prompt_hash,
+                wanted.num_tokens,
+                wanted.wants_first_token,
             )
         for placed in orders.place_imports:
             if placed.awaited:

@@ -140,7 +140,7 @@ async def wait_for_workers(
             joined.add(worker_id)
             on_join(worker_id)
         needs_prefill = any(worker_id.startswith("prefill-") for worker_id in roster.expected)
-        if needs_prefill and roster.fingerprints_shared():
+        if needs_prefill and roster.has_pair():
             return True
         if not needs_prefill and roster.alive("decode"):
             return True
@@ -161,11 +161,11 @@ def _hopeless(roster: Roster) -> bool:
 
 
 def _who_is_missing(roster: Roster, timeout_s: float) -> str:
-    differing = roster.differing_fields()
-    if differing:
+    refused = roster.refused_pairs()
+    if refused and not roster.has_pair():
         return (
-            "no prefill worker has the KV layout of a decode worker, so nothing could be handed over; they differ in "
-            f"(prefill / decode): {', '.join(differing)}. Give both pools the same engine options"
+            "no prefill worker has a KV layout that fits a decode worker, so nothing could be handed over; they differ "
+            f"in (prefill / decode): {', '.join(refused[0].differing_fields)}. Give both pools the same engine options"
         )
     missing = [worker_id for worker_id in roster.expected if worker_id not in roster.workers]
     dead = [f"{worker_id}: {cause}" for worker_id, cause in roster.causes.items()]

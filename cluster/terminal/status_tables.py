@@ -41,7 +41,7 @@ def _workers(status: ClusterStatus) -> Table:
 
 
 def _remarks(status: ClusterStatus) -> list[Text]:
-    """Why a worker is gone, which link each uses, and why that or none."""
+    """Why a worker is gone, which link each uses and why, and who is not paired."""
     remarks = []
     for worker in status.workers:
         if worker.cause:
@@ -49,6 +49,10 @@ def _remarks(status: ClusterStatus) -> list[Text]:
         remarks += [
             Text(f"{worker.worker_id} reads over {link}", style="dim") for link in sorted(set(worker.peers.values()))
         ]
+    remarks += [
+        Text(f"{pair.prefill} and {pair.decode} are not paired: {', '.join(pair.differing_fields)}", style="yellow")
+        for pair in status.refused_pairs
+    ]
     return remarks
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvtransfer.copy_plan import plan_copy
 from kvtransfer.endpoint.peers import PeerKey
 from kvtransfer.imports import Piece
-from kvtransfer.layout import CacheMap, Region
+from kvtransfer.layout import Region
 from kvtransfer.links.host_memory import MemoryReadError, read_memory
 
 log = logging.getLogger("twinpool.kvtransfer")
@@ -26,6 +26,8 @@ class CopyJob:
     """The exporter's regions of the layers of `piece`, at the addresses by which this process reads them."""
     key: PeerKey
     link: str
+    targets: tuple[Region, ...]
+    """Ours, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ class Copier(Protocol):
 class CopyThread:
     """`results` is filled by the thread and emptied by its owner, whom `on_result` wakes."""
 
-    def __init__(self, name: str, cache: CacheMap, on_result: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_result: Callable[[], None]) -> None:
         self.results: deque[CopyResult] = deque()
         self.error: BaseException | None = None
-        self._cache = cache
         self._on_result = on_result
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -87,9 +88,8 @@ class CopyThread:
     def _copy(self, job: CopyJob) -> CopyResult:
         piece = job.piece
         started_s = time.monotonic()
-        targets = self._cache.regions(piece.first_layer, piece.num_layers)
         try:
-            read_memory(job.pid, plan_copy(piece.source_ids, piece.target_ids, job.sources, targets))
+            read_memory(job.pid, plan_copy(piece.source_ids, piece.target_ids, job.sources, job.targets))
         except MemoryReadError as error:
             ended_s = time.monotonic()
             return CopyResult(job, ended_s - started_s, ended_s, error.failure_kind, str(error))

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.nccl_exports import NcclExports
-from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity
+from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity, importer_peer
 from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
 from kvtransfer.export import ClosedExport, Export
-from kvtransfer.layout import CacheMap
+from kvtransfer.layout import CacheMap, Region
 from kvtransfer.lease import READABLE_STATES, LeaseState
 from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS, LinkSide, choose_link
@@ -35,6 +35,8 @@ from kvtransfer.messages import (
     Release,
     Welcome,
 )
+from kvtransfer.resharding.pairing import differing_fields
+from kvtransfer.resharding.shares import NotShareable
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -76,7 +78,7 @@ class Exporter:
         self.started: list[str] = []
         self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
-        self.nccl = NcclExports(settings, cache, self._is_wanted)
+        self.nccl = NcclExports(settings, cache, self._is_wanted, self._importers)
 
     @property
     def num_open(self) -> int:
@@ -187,6 +189,11 @@ class Exporter:
             self._fetches[key] = queue
         return key[0], fetch
 
+    def regions(self, importer: bytes, fetch: Fetch) -> tuple[Region, ...]:
+        """Where the bytes of a fetch of this importer lie."""
+        known = self._importers.get(importer)
+        return known.regions(fetch.first_layer, fetch.num_layers) if known else ()
+
     # What the device's thread says.
 
     def nccl_event(self, event: NcclEvent) -> None:
@@ -229,12 +236,10 @@ class Exporter:
         if hello.exporter_epoch != self._identity.epoch:
             self._refuse(importer, f"epoch {hello.exporter_epoch} is over, this is another process", [])
             return
-        if hello.fingerprint != self._fingerprint:
-            names = sorted(mine.keys() | hello.layout_fields.keys())
-            differing = [name for name in names if mine.get(name) != hello.layout_fields.get(name)]
-            pairs = [f"{name} is {mine.get(name)} here and {hello.layout_fields.get(name)} there" for name in differing]
-            words = ", ".join(pairs) or "the fingerprints are of different versions"
-            self._refuse(importer, f"the KV layouts differ: {words}", differing)
+        differing = [] if hello.fingerprint == self._fingerprint else differing_fields(mine, hello.layout_fields)
+        if differing:
+            pairs = [f"{field.name} is {field.exporter} here and {field.importer} there" for field in differing]
+            self._refuse(importer, f"the KV layouts differ: {', '.join(pairs)}", [field.name for field in differing])
             return
         us = self._identity
         theirs = LinkSide(
@@ -244,18 +249,25 @@ class Exporter:
         if not choice.link:
             self._refuse(importer, choice.why, ["links"])
             return
+        our_rank = self._settings.rank
+        try:
+            peer = importer_peer(hello, choice.link, self._cache, our_rank)
+        except NotShareable as error:
+            self._refuse(importer, f"the KV caches cannot be cut alike: {error}", ["form"])
+            return
         reads_memory = choice.link in READING_LINKS
         if choice.link != "nccl":
             self.nccl.forget(importer, f"the importer changed to the link {choice.link}")
         previous = self._routing_ids.get(hello.epoch)
         if previous is not None and previous != importer:
             self._forget_importer(previous)  # before it greets again, an importer gives up what it did before
-        self._importers[importer] = ImporterPeer(hello.epoch, choice.link)
+        self._importers[importer] = peer
         self._routing_ids[hello.epoch] = importer
-        regions = self._cache.regions(0, self._cache.layout.num_layers) if reads_memory else ()
+        regions = peer.regions(0, self._cache.layout.num_layers) if reads_memory else ()
         memory = [MemoryRegion(r.base_address, r.block_stride_bytes, r.num_blocks) for r in regions]
         allocations = list(us.allocations) if choice.link == "cuda_ipc" else []
-        welcome = Welcome(us.epoch, self._settings.rank, choice.link, choice.why, us.pid, memory, allocations)
+        form = self._cache.layout.form
+        welcome = Welcome(us.epoch, our_rank, choice.link, choice.why, us.pid, memory, allocations, form)
         self._tell([importer], [welcome])
         if previous is None and hello.pid and hello.host_id == us.host_id:
             self.welcomed.append((hello.epoch, hello.pid))
@@ -282,7 +294,8 @@ class Exporter:
             reason = self._reasons.get(transfer_id, "the export was called off")
             self._tell([importer], [Failed(transfer_id, "aborted", reason)])
         else:
-            export.lease.attach(importer, self._importers[importer].link in READING_LINKS)
+            reads_memory = self._importers[importer].link in READING_LINKS
+            export.lease.attach(importer, reads_memory, attach.importers_expected)
             export.lease.renew(now_s + self._settings.lease_renew_s)
             self._tell([importer], [Attached(transfer_id, export.lease.until_s), *export.so_far()])
 
@@ -296,9 +309,10 @@ class Exporter:
         num_layers = self._cache.layout.num_layers
         if fetch.first_layer < 0 or not 0 < fetch.num_layers <= num_layers - fetch.first_layer:
             raise BadFrame(f"fetch of layers {fetch.first_layer}+{fetch.num_layers}; this model has {num_layers}")
-        if not fetch.block_ids or not export.names_all(fetch.block_ids):
+        peer = self._importers[importer]
+        if not fetch.block_ids or not export.names_all([unit // peer.units_per_block for unit in fetch.block_ids]):
             raise BadFrame(f"fetch of blocks that transfer {fetch.transfer_id} did not name")
-        num_bytes = payload_bytes(len(fetch.block_ids), self._cache.regions(fetch.first_layer, fetch.num_layers))
+        num_bytes = payload_bytes(len(fetch.block_ids), peer.regions(fetch.first_layer, fetch.num_layers))
         largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))
         if through_nccl:
             largest = self.nccl.pairs.staging_bytes(importer)

@@ -124,7 +124,7 @@ class HostReports:
                     self._importer.give_first_token(now_s, transfer_id, token)
                 case MeetExporters(workers):
                     for ranks in filter(None, workers):
-                        self._importer.meet(now_s, PeerKey(*ranks[self._settings.rank % len(ranks)]))
+                        self._importer.meet(now_s, [PeerKey(*rank) for rank in ranks])
         return bad_frames
 
     def close(self, linger_ms: int) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.nccl_imports import NcclImports
-from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece, regions_of
+from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheMap, Region
@@ -40,6 +40,9 @@ from kvtransfer.messages import (
     SharedAllocation,
     Welcome,
 )
+from kvtransfer.resharding.heads import ONLY_SOURCE, UnevenHeads
+from kvtransfer.resharding.shares import NotShareable
+from kvtransfer.sharded_import import ShardedImport, sources_of
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -66,7 +69,7 @@ class Memory(Protocol):
     def why_unreadable(self, pid: int, address: int) -> str:
         """Why this process cannot read that one; empty when it can."""
 
-    def scatter(self, piece: Piece, payload: memoryview) -> None:
+    def scatter(self, piece: Piece, targets: Sequence[Region], payload: memoryview) -> None:
         """Write the bytes of `piece` into our blocks. Raises ValueError when their number is wrong."""
 
 
@@ -76,9 +79,9 @@ class Importer:
         self._cache = cache
         self._identity = identity
         self._memory = memory
-        self._imports: dict[str, Import] = {}
+        self._imports: dict[str, ShardedImport] = {}
         self._peers: dict[PeerKey, ExporterPeer] = {}
-        self._peer_of: dict[str, ExporterPeer] = {}  # by transfer, while the import wants something of it
+        self._peer_of: dict[Import, ExporterPeer] = {}  # while the import wants something of it
         self._copying: dict[int, Import] = {}
         self._early_tokens: dict[str, int] = {}
         self._last_piece_id = 0
@@ -111,51 +114,82 @@ class Importer:
 
     # What the engine and the proxy say.
 
-    def meet(self, now_s: float, key: PeerKey) -> None:
-        """Get the link to this exporter ready before any transfer needs it."""
-        if key not in self._peers:
-            self._greet(now_s, key)
+    def meet(self, now_s: float, exporters: Sequence[PeerKey]) -> None:
+        """Get the links to those of a prefill worker's ranks ready that transfers will come from."""
+        try:
+            sources = sources_of(self._cache.layout, self._settings.rank, exporters)
+        except UnevenHeads as error:
+            log.warning("exporter_not_met reason=%r", str(error))
+            return
+        for source in sources:
+            key = exporters[source.exporter_rank]
+            if source.num_heads and key not in self._peers:
+                self._greet(now_s, key)
 
     def open(
         self,
         now_s: float,
         transfer_id: str,
-        key: PeerKey,
+        exporters: Sequence[PeerKey],
         prompt_hash: bytes,
         num_tokens: int,
         wants_first_token: bool,
     ) -> None:
+        """`exporters`: every rank of the prefill worker, by rank."""
         if transfer_id in self._imports:
             log.warning("import_opened_twice transfer=%s", transfer_id)
             return
-        opened = Import(transfer_id, self._cache.layout, num_tokens, prompt_hash, wants_first_token, now_s)
-        self._imports[transfer_id] = opened
+        layout, refusal = self._cache.layout, ""
+        try:
+            sources = sources_of(layout, self._settings.rank, exporters)
+        except UnevenHeads as error:
+            refusal, sources = str(error), (ONLY_SOURCE,)
+        shards = []
+        for source in sources:
+            wants_token = wants_first_token and source.num_heads > 0
+            shards.append(Import(transfer_id, layout, num_tokens, prompt_hash, wants_token, now_s, source))
+        self._imports[transfer_id] = ShardedImport(shards)
         early_token = self._early_tokens.pop(transfer_id, None)
-        if early_token is not None:
-            opened.give_first_token(early_token)
-        peer = self._peers.get(key) or self._greet(now_s, key)
+        for opened in shards:
+            if early_token is not None:
+                opened.give_first_token(early_token)
+            if refusal:
+                opened.fail("refused", refusal)
+            if not opened.source.num_heads:
+                opened.place(0, [], now_s)
+            if not opened.is_over:
+                self._join(now_s, exporters[opened.source.exporter_rank], opened)
+        self._settle(shards[0])
+
+    def _join(self, now_s: float, key: PeerKey, opened: Import) -> None:
+        is_read = opened.source.num_heads > 0
+        peer = self._peers.get(key) or self._greet(now_s, key, is_read)
         if peer.refusal:
             opened.fail("refused", peer.refusal)
             self._settle(opened)
             return
-        peer.imports[transfer_id] = opened
-        self._peer_of[transfer_id] = peer
+        peer.imports[opened.transfer_id] = opened
+        self._peer_of[opened] = peer
         if peer.link:
             self._attach(now_s, peer, opened)
+        if not is_read:
+            self._let_go(opened)  # all it has to tell is that nothing is wanted
 
     def place(self, now_s: float, transfer_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         if not (placed := self._imports.get(transfer_id)):
             log.warning("import_unknown transfer=%s verb=placed", transfer_id)
             return
-        placed.place(first_block, block_ids, now_s)
-        if peer := self._peer_of.get(transfer_id):
-            peer.with_work[transfer_id] = placed
-        self._settle(placed)
+        for shard in placed.shards:
+            shard.place(first_block, block_ids, now_s)
+            if peer := self._peer_of.get(shard):
+                peer.with_work[transfer_id] = shard
+            self._settle(shard)
 
     def give_first_token(self, now_s: float, transfer_id: str, token: int) -> None:
         if known := self._imports.get(transfer_id):
-            known.give_first_token(token)
-            self._settle(known)
+            for shard in known.shards:
+                shard.give_first_token(token)
+                self._settle(shard)
             return
         self._early_tokens[transfer_id] = token  # the proxy may be faster than our own engine
         if len(self._early_tokens) > _EARLY_TOKENS_KEPT:
@@ -163,8 +197,10 @@ class Importer:
 
     def cancel(self, now_s: float, transfer_id: str) -> None:
         if cancelled := self._imports.get(transfer_id):
-            cancelled.cancel()
-            self._settle(cancelled)
+            for shard in cancelled.shards:
+                shard.cancel()
+            for shard in cancelled.shards:
+                self._settle(shard)
 
     def cancel_all(self, now_s: float) -> None:
         for transfer_id in list(self._imports):
@@ -185,10 +221,7 @@ class Importer:
             case Refused(epoch) if epoch != key.epoch:
                 self._lose(peer, f"the exporter there is epoch {epoch} now: it was restarted")
             case Refused(_, reason, differing_fields):
-                peer.refusal = f"{reason} (differing: {', '.join(differing_fields) or 'unknown'})"
-                peer.answer_until_s = math.inf
-                log.warning("exporter_refused address=%s reason=%r", key.address, peer.refusal)
-                self._fail_all(peer, "refused", peer.refusal)
+                self._refused(peer, f"{reason} (differing: {', '.join(differing_fields) or 'unknown'})")
             case BeatAck(lease_until_s, transfer_ids, unknown_ids):
                 peer.answer_until_s = math.inf
                 for transfer_id in transfer_ids:
@@ -289,7 +322,9 @@ class Importer:
             peer, reader, piece = work
             readable = [*(other for other in readable if other is not peer), peer]
             self._copying[piece.piece_id] = reader
-            self.copies.append(CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link))
+            self.copies.append(
+                CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link, peer.target_regions(piece))
+            )
         self.outbox += self.nccl.take_messages()
 
     def sweep(self, now_s: float) -> None:
@@ -313,10 +348,14 @@ class Importer:
                 if sent_s + stalled_s <= now_s:
                     self._fail(peer, reader.transfer_id, "transport", f"a fetch had no answer for {stalled_s:g} s")
 
-    def _greet(self, now_s: float, key: PeerKey) -> ExporterPeer:
+    def _greet(self, now_s: float, key: PeerKey, is_read: bool = True) -> ExporterPeer:
+        """`is_read`: blocks will be copied from it; else any link will do, and the plainest is best."""
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = ExporterPeer(key, {}, math.inf, now_s + self._settings.beat_s)
+            passed_over = {}
+            if not is_read and "zmq" in self._settings.links:
+                passed_over = {link: "nothing is read" for link in self._settings.links if link != "zmq"}
+            peer = self._peers[key] = ExporterPeer(key, passed_over, math.inf, now_s + self._settings.beat_s)
         peer.answer_until_s = now_s + self._settings.peer_lost_after_s
         self._tell(peer, self._identity.hello(self._settings, self._cache.layout, peer))
         return peer
@@ -335,14 +374,23 @@ class Importer:
         self.outbox += self.nccl.take_messages()  # before the exporter hears of another link
         self._greet(now_s, peer.key)
 
+    def _refused(self, peer: ExporterPeer, refusal: str) -> None:
+        peer.refusal = refusal
+        peer.answer_until_s = math.inf
+        log.warning("exporter_refused address=%s reason=%r", peer.key.address, refusal)
+        self._fail_all(peer, "refused", refusal)
+
     def _welcomed(self, now_s: float, peer: ExporterPeer, welcome: Welcome) -> None:
         offered = self._identity.link_side(self._settings.links, peer.passed_over).links
         if welcome.epoch != peer.key.epoch or welcome.link not in offered or peer.link or peer.preparing:
             raise BadFrame(f"welcome of epoch {welcome.epoch} with link {welcome.link!r}: neither was asked for")
-        if welcome.link in READING_LINKS:
-            peer.layers = regions_of(welcome.regions, self._cache.layout)
+        try:
+            peer.agree(welcome, self._cache, self._settings.rank)
+        except NotShareable as error:
+            self._refused(peer, f"the KV caches cannot be cut alike: {error}")
+            return
         peer.preparing, peer.why, peer.pid = welcome.link, welcome.why, welcome.pid
-        if welcome.link == "host":
+        if welcome.link == "host" and welcome.regions:
             reason = self._memory.why_unreadable(welcome.pid, welcome.regions[0].base_address)
             if reason:
                 self._pass_over(now_s, peer, "host", reason)
@@ -360,7 +408,7 @@ class Importer:
         peer.answer_until_s = math.inf
         peer.link, peer.preparing = peer.preparing, ""
         log.info("exporter_welcomed_us address=%s link=%s why=%r", peer.key.address, peer.link, peer.why)
-        for waiting in peer.imports.values():
+        for waiting in list(peer.imports.values()):
             self._attach(now_s, peer, waiting)
         for given_up in peer.abandoned:
             self._attach(now_s, peer, given_up)
@@ -371,9 +419,24 @@ class Importer:
         if len(peer.imports) == 1:
             peer.next_beat_s = now_s + self._settings.beat_s
         attached.link = peer.link
-        wants_first_token = attached.wants_first_token
+        if peer.units is not None:
+            attached.agree(peer.units, now_s)
+        source = attached.source
+        if peer.tp_size and (peer.rank, peer.tp_size) != (source.exporter_rank, source.exporter_tp):
+            attached.fail(
+                "mismatch",
+                f"the exporter at {peer.key.address} is rank {peer.rank} of {peer.tp_size}, "
+                f"named was rank {source.exporter_rank} of {source.exporter_tp}",
+            )
+            self._settle(attached)
+            return
         attach = Attach(
-            attached.transfer_id, peer.key.epoch, attached.num_tokens, attached.prompt_hash, wants_first_token
+            attached.transfer_id,
+            peer.key.epoch,
+            attached.num_tokens,
+            attached.prompt_hash,
+            attached.wants_first_token,
+            source.importers_expected,
         )
         self._tell(peer, attach)
 
@@ -398,7 +461,7 @@ class Importer:
         if blocks.num_bytes != piece.num_bytes or len(payload) != piece.num_bytes:
             raise BadFrame(f"blocks of {len(payload)} bytes, announced as {blocks.num_bytes}, asked {piece.num_bytes}")
         del peer.fetches[blocks.fetch_id]
-        self._memory.scatter(piece, payload)
+        self._memory.scatter(piece, peer.target_regions(piece), payload)
         copy_s = now_s - max(sent_s, peer.last_blocks_s)
         peer.last_blocks_s = now_s
         self._ended(reader, piece, "zmq", now_s, copy_s, is_valid=True)
@@ -422,7 +485,7 @@ class Importer:
         """Nothing is sent to it any more, not even releases."""
         imports, peer.imports, peer.with_work = list(peer.imports.values()), {}, {}
         for failed in imports:
-            del self._peer_of[failed.transfer_id]
+            del self._peer_of[failed]
             peer.forget_fetches(failed)
             failed.fail(kind, reason)
             self._settle(failed)
@@ -438,19 +501,15 @@ class Importer:
         self._fail_all(peer, "peer_lost", f"exporter at {peer.key.address} lost: {reason}")
 
     def _settle(self, settled: Import) -> None:
-        """Release the exporter once nothing is wanted of it, and close the import once it is over."""
+        """Let go of exporters of which nothing is wanted, and close the import once all of it is over."""
+        self._let_go(settled)
         transfer_id = settled.transfer_id
-        if peer := self._peer_of.get(transfer_id):
-            if settled.is_over:
-                peer.forget_fetches(settled)
-            if not settled.wants_exporter:
-                del self._peer_of[transfer_id], peer.imports[transfer_id]
-                peer.with_work.pop(transfer_id, None)
-                if peer.link:
-                    self._tell(peer, Release(transfer_id))
-                else:
-                    peer.abandoned.append(settled)
-        if transfer_id in self._imports and (closed := settled.closing()):
+        whole = self._imports.get(transfer_id)
+        if whole is None or settled not in whole.shards:
+            return
+        for other in whole.share_news(settled):
+            self._let_go(other)
+        if closed := whole.closing():
             del self._imports[transfer_id]
             self.closed.append(closed)
             if closed.failure_kind:
@@ -460,6 +519,19 @@ class Importer:
                 transfer_id, closed.outcome, closed.failure_kind, closed.reason, closed.link, closed.bytes_moved,
                 closed.done_to_loaded_s,
             )  # fmt: skip
+
+    def _let_go(self, settled: Import) -> None:
+        """Release the exporter once nothing is wanted of it."""
+        if peer := self._peer_of.get(settled):
+            if settled.is_over:
+                peer.forget_fetches(settled)
+            if not settled.wants_exporter:
+                del self._peer_of[settled], peer.imports[settled.transfer_id]
+                peer.with_work.pop(settled.transfer_id, None)
+                if peer.link:
+                    self._tell(peer, Release(settled.transfer_id))
+                else:
+                    peer.abandoned.append(settled)
 
     def _can_ask(self, peer: ExporterPeer) -> bool:
         return peer.link == "zmq" or (peer.link == "nccl" and self.nccl.pairs.is_ready(peer.key))

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -24,7 +24,7 @@ from kvtransfer.export import ClosedExport
 from kvtransfer.gpu.gpu_links import GpuLinks
 from kvtransfer.host_messages import RankStats
 from kvtransfer.imports import ClosedImport, Piece
-from kvtransfer.layout import CacheMap
+from kvtransfer.layout import CacheMap, Region
 from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import BlockMemory, HostMemory
@@ -42,15 +42,14 @@ Command = Callable[[float], None]
 
 
 class _LocalMemory:
-    def __init__(self, cache: CacheMap, blocks: BlockMemory) -> None:
-        self._cache = cache
+    def __init__(self, blocks: BlockMemory) -> None:
         self._blocks = blocks
 
     def why_unreadable(self, pid: int, address: int) -> str:
         return why_unreadable(pid, address)
 
-    def scatter(self, piece: Piece, payload: memoryview) -> None:
-        self._blocks.scatter(payload, piece.target_ids, self._cache.regions(piece.first_layer, piece.num_layers))
+    def scatter(self, piece: Piece, targets: Sequence[Region], payload: memoryview) -> None:
+        self._blocks.scatter(payload, piece.target_ids, targets)
 
 
 class EndpointLoop:
@@ -72,10 +71,9 @@ class EndpointLoop:
         self.exporter = Exporter(settings, cache, identity)
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
         self._blocks: BlockMemory = gpu.memory if gpu else HostMemory(self._largest_payload)
-        self.importer = Importer(settings, cache, identity, _LocalMemory(cache, self._blocks))
+        self.importer = Importer(settings, cache, identity, _LocalMemory(self._blocks))
         self._gpu = gpu
         self._settings = settings
-        self._cache = cache
         self._on_closed = on_closed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -89,7 +87,7 @@ class EndpointLoop:
             raise
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
-        self._copier: Copier = gpu or CopyThread(f"kv-copy-{settings.rank}", cache, self.wakeup.set)
+        self._copier: Copier = gpu or CopyThread(f"kv-copy-{settings.rank}", self.wakeup.set)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
@@ -256,7 +254,7 @@ class EndpointLoop:
 
     def _send_blocks(self, importer: bytes, fetch: Fetch) -> None:
         """The engine may preempt the prefill meanwhile: the importer trusts nothing before `Done` confirms it."""
-        regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
+        regions = self.exporter.regions(importer, fetch)
         payload = self._blocks.gather(fetch.block_ids, regions)
         header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, len(payload)))
         self._router.send_multipart([importer, header, payload])

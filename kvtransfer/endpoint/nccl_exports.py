@@ -1,9 +1,10 @@
 """An exporter's part in the link `nccl`: fetches become gathers, gathers become sends. No I/O, no clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.frames import BadFrame
+from kvtransfer.endpoint.peers import ImporterPeer
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.layout import CacheMap
 from kvtransfer.links.nccl_orders import Broken, Built, Gathered, IdMade, NcclEvent, NcclOrder, Sent
@@ -12,14 +13,21 @@ from kvtransfer.messages import CommBroken, CommOffer, CommRequest, Fetch, Sendi
 
 
 class NcclExports:
-    def __init__(self, settings: EndpointSettings, cache: CacheMap, is_wanted: Callable[[bytes, Fetch], bool]) -> None:
-        """`is_wanted`: sending what is void would do no harm, but takes its time."""
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        cache: CacheMap,
+        is_wanted: Callable[[bytes, Fetch], bool],
+        importers: Mapping[bytes, ImporterPeer],
+    ) -> None:
+        """`is_wanted`: sending what is void would do no harm, but takes its time. `importers`: those welcomed."""
         self.pairs = SendingPairs(
             settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
         )
-        self._cache = cache
+        self._importers = importers
         self._is_wanted = is_wanted
-        self._gathering: dict[tuple[bytes, int, int], Fetch] = {}  # by importer, generation and fetch id
+        self._gathering: dict[tuple[bytes, int, int], tuple[Fetch, int]] = {}
+        """Fetches and their sizes in bytes, by importer, generation and fetch id."""
 
     @property
     def orders(self) -> list[NcclOrder]:
@@ -30,15 +38,16 @@ class NcclExports:
         """Raises BadFrame for a request that no correct importer makes."""
         if isinstance(message, CommBroken):
             self.pairs.dropped(importer, message)
-        elif message.staging_bytes < max(self._cache.layout.layer_bytes):
+        elif message.staging_bytes < self._importers[importer].largest_layer_bytes:
             raise BadFrame(f"a request for a communicator with buffers of {message.staging_bytes} bytes")
         else:
             self.pairs.requested(now_s, importer, message)
 
     def gather(self, now_s: float, importer: bytes, fetch: Fetch) -> None:
         """To be called only while the pair is not busy."""
-        self._gathering[importer, fetch.generation, fetch.fetch_id] = fetch
-        regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
+        regions = self._importers[importer].regions(fetch.first_layer, fetch.num_layers)
+        num_bytes = payload_bytes(len(fetch.block_ids), regions)
+        self._gathering[importer, fetch.generation, fetch.fetch_id] = (fetch, num_bytes)
         self.pairs.gather(now_s, importer, fetch, regions)
 
     def event(self, event: NcclEvent) -> None:
@@ -50,9 +59,8 @@ class NcclExports:
             case Broken():
                 self.pairs.broke(event)
             case Gathered(pair, fetch_id):
-                if fetch := self._gathering.pop((pair.peer, pair.generation, fetch_id), None):
-                    regions = self._cache.regions(fetch.first_layer, fetch.num_layers)
-                    num_bytes = payload_bytes(len(fetch.block_ids), regions)
+                if gathered := self._gathering.pop((pair.peer, pair.generation, fetch_id), None):
+                    fetch, num_bytes = gathered
                     self.pairs.gathered(event, num_bytes, self._is_wanted(pair.peer, fetch))
             case Sent():
                 self.pairs.sent(event)
@@ -73,4 +81,4 @@ class NcclExports:
         return messages
 
     def _drop_gathers(self, importer: bytes) -> None:
-        self._gathering = {key: fetch for key, fetch in self._gathering.items() if key[0] != importer}
+        self._gathering = {key: gathered for key, gathered in self._gathering.items() if key[0] != importer}

@@ -29,7 +29,6 @@ class NcclImports:
         self.pairs: ReceivingPairs[PeerKey] = ReceivingPairs(
             settings.max_communicators, settings.staging_bytes(cache.layout), settings.prepare_within_s
         )
-        self._cache = cache
         self._receiving: dict[tuple[PairId, int], tuple[Import, Piece]] = {}  # by fetch id
 
     @property
@@ -40,7 +39,7 @@ class NcclImports:
     def receive(self, now_s: float, peer: ExporterPeer, message: CommOffer | CommBroken | Sending) -> None:
         """Raises BadFrame for a message that no correct exporter sends."""
         match message:
-            case CommOffer(_, staging_bytes) if staging_bytes < max(self._cache.layout.layer_bytes):
+            case CommOffer(_, staging_bytes) if staging_bytes < peer.largest_layer_bytes:
                 raise BadFrame(f"an offer of a communicator with buffers of {staging_bytes} bytes")
             case CommOffer():
                 self.pairs.offered(peer.key, message)
@@ -86,5 +85,4 @@ class NcclImports:
             return
         del peer.fetches[sending.fetch_id]
         self._receiving[pair, piece.piece_id] = (reader, piece)
-        regions = self._cache.regions(piece.first_layer, piece.num_layers)
-        self.pairs.receive(pair, sending, piece.target_ids, regions)
+        self.pairs.receive(pair, sending, piece.target_ids, peer.target_regions(piece))

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import Import, Piece
-from kvtransfer.layout import CacheLayout, Region
-from kvtransfer.links.negotiation import LinkSide, unusable_links
-from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation
+from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of
+from kvtransfer.links.negotiation import READING_LINKS, LinkSide, unusable_links
+from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation, Welcome
+from kvtransfer.resharding.forms import CacheForm
+from kvtransfer.resharding.shares import NotShareable, Share, Units, share
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class RankIdentity:
             device=self.device,
             nccl_version=self.nccl_version,
             unusable=dict(us.unusable),
+            form=layout.form,
         )
 
 
@@ -58,6 +61,18 @@ class ImporterPeer:
 
     epoch: str
     link: str
+    layers: tuple[tuple[Region, ...], ...]
+    """Per layer, what of our cache it shares."""
+    units_per_block: int
+    """Of our blocks, in what it asks for."""
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Of one block, or unit: no smaller fetch is possible."""
+        return _largest(self.layers)
+
+    def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
+        return tuple(region for layer in self.layers[first_layer : first_layer + num_layers] for region in layer)
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,16 @@ class ExporterPeer:
     refusal: str = ""
     pid: int = 0
     layers: tuple[tuple[Region, ...], ...] = ()
-    """Per layer, where this process reads its blocks; only for links that read memory."""
+    """Per layer, where this process reads what the exporter shares with us; only for links that read memory."""
+    targets: tuple[tuple[Region, ...], ...] = ()
+    """The same in our cache, on any link."""
+    units: Units | None = None
+    """How its transfers are counted; None until it is welcomed."""
+    rank: int = 0
+    tp_size: int = 0
+    """Of its worker; 0 where it is not told."""
+    num_blocks: int | None = None
+    """Of its cache, where it is known."""
     imports: dict[str, Import] = field(default_factory=dict)  # those that still want something of it
     abandoned: list[Import] = field(default_factory=list)  # given up before the exporter could be told of them
     with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch, in turn
@@ -93,11 +117,31 @@ class ExporterPeer:
     last_blocks_s: float = 0.0
 
     def regions(self, piece: Piece) -> tuple[Region, ...]:
-        layers = self.layers[piece.first_layer : piece.first_layer + piece.num_layers]
-        return tuple(region for layer in layers for region in layer)
+        return _of_piece(self.layers, piece)
+
+    @property
+    def largest_layer_bytes(self) -> int:
+        """Of one block, or unit: no smaller fetch is possible."""
+        return _largest(self.targets)
+
+    def target_regions(self, piece: Piece) -> tuple[Region, ...]:
+        """Ours, in the same order."""
+        return _of_piece(self.targets, piece)
 
     def has_block(self, block_id: int) -> bool:
-        return block_id >= 0 and (not self.layers or block_id < self.layers[0][0].num_blocks)
+        return block_id >= 0 and (self.num_blocks is None or block_id < self.num_blocks)
+
+    def agree(self, welcome: Welcome, cache: CacheMap, rank: int) -> None:
+        """Note what we share with it. Raises NotShareable, and BadFrame for regions that do not fit."""
+        layout = cache.layout
+        common = _share(welcome.form, welcome.rank, layout.form, rank)
+        if common is None and welcome.rank != rank:
+            raise NotShareable(f"rank {welcome.rank} has other heads than rank {rank}, and they cannot be told apart")
+        self.rank, self.tp_size = welcome.rank, welcome.form.tp_size if welcome.form else 0
+        self.units = common.units if common else Units(layout.block_size, layout.layer_bytes)
+        self.targets = cache.cut(common.importer) if common else cache.layers
+        self.layers = regions_of(welcome.regions, common or layout) if welcome.link in READING_LINKS else ()
+        self.num_blocks = welcome.regions[0].num_blocks if welcome.regions else None
 
     def forget_fetches(self, reader: Import, before_attempt: int | None = None) -> None:
         """Late answers are dropped unread, so nothing is being written for these from now on."""
@@ -121,15 +165,48 @@ def next_piece(
     return None
 
 
-def regions_of(regions: list[MemoryRegion], layout: CacheLayout) -> tuple[tuple[Region, ...], ...]:
-    """An exporter's regions per layer; its fingerprint is ours, so its runs are too."""
-    if len(regions) != sum(len(runs) for runs in layout.block_runs):
-        raise BadFrame(f"welcome with {len(regions)} memory regions for {layout.num_layers} layers")
+def importer_peer(hello: Hello, link: str, cache: CacheMap, our_rank: int) -> ImporterPeer:
+    """What an importer gets of our cache. Raises NotShareable."""
+    common = _share(cache.layout.form, our_rank, hello.form, hello.rank)
+    layers = cache.cut(common.exporter) if common else cache.layers
+    return ImporterPeer(hello.epoch, link, layers, common.units.exporter_per_block if common else 1)
+
+
+def _share(
+    exporter: CacheForm | None, exporter_rank: int, importer: CacheForm | None, importer_rank: int
+) -> Share | None:
+    """None where a cache cannot be cut: the two are equal then, and share everything."""
+    return share(exporter, exporter_rank, importer, importer_rank) if exporter and importer else None
+
+
+def _largest(layers: tuple[tuple[Region, ...], ...]) -> int:
+    return max((sum(region.bytes_per_block for region in layer) for layer in layers), default=0)
+
+
+def _of_piece(layers: tuple[tuple[Region, ...], ...], piece: Piece) -> tuple[Region, ...]:
+    return tuple(
+        region for layer in layers[piece.first_layer : piece.first_layer + piece.num_layers] for region in layer
+    )
+
+
+def regions_of(regions: list[MemoryRegion], common: Share | CacheLayout) -> tuple[tuple[Region, ...], ...]:
+    """An exporter's regions per layer: those that it shares, or, if its fingerprint is ours, all runs of its blocks."""
+    per_layer = common.exporter if isinstance(common, Share) else common.block_runs
+    if len(regions) != sum(len(layer) for layer in per_layer):
+        raise BadFrame(f"welcome with {len(regions)} memory regions for {len(per_layer)} layers")
     following = iter(regions)
+    if isinstance(common, Share):
+        return tuple(
+            tuple(
+                region_of(runs, there.base_address, there.num_blocks)
+                for runs, there in zip(layer, following, strict=False)
+            )
+            for layer in common.exporter
+        )
     return tuple(
         tuple(
             Region(there.base_address, there.block_stride_bytes, run_bytes, there.num_blocks)
             for run_bytes, there in zip(runs, following, strict=False)
         )
-        for runs in layout.block_runs
+        for runs in common.block_runs
     )

@@ -127,7 +127,6 @@ class GpuLinks:
     def _copy(self, job: CopyJob) -> None:
         piece = job.piece
         started_s = time.monotonic()
-        targets = self._cache.regions(piece.first_layer, piece.num_layers)
 
         def ended(reason: str) -> None:
             ended_s = time.monotonic()
@@ -135,7 +134,7 @@ class GpuLinks:
             self.results.append(CopyResult(job, ended_s - started_s, ended_s, kind, reason))
             self._on_result()
 
-        self._ipc.copy(job.key, plan_copy(piece.source_ids, piece.target_ids, job.sources, targets), ended)
+        self._ipc.copy(job.key, plan_copy(piece.source_ids, piece.target_ids, job.sources, job.targets), ended)
 
     def _map(self, key: PeerKey, allocations: list[SharedAllocation], layers: Layers) -> None:
         try:

@@ -6,7 +6,7 @@ the exporter and closes them when it is lost. NVLink or PCIe peer access is CUDA
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtransfer.copy_plan import CopyPlan
 from kvtransfer.gpu.copy_kernel import PieceCopier
@@ -31,7 +31,7 @@ def share_allocations(device: CudaDevice, regions: Sequence[Region]) -> list[Sha
     """The allocations that hold the regions. Raises CudaUnusable, with the remedy, if one cannot be shared."""
     shared: dict[int, SharedAllocation] = {}
     for region in regions:
-        first, end = _extent(region)
+        first, end = region.extent
         if any(
             known.base_address <= first and end <= known.base_address + known.num_bytes for known in shared.values()
         ):
@@ -133,15 +133,9 @@ class CudaIpcReader:
         exporter.translations.clear()
 
 
-def _extent(region: Region) -> tuple[int, int]:
-    """First byte, and the byte after the last."""
-    last = region.base_address + (region.num_blocks - 1) * region.block_stride_bytes
-    return region.base_address, last + region.run_bytes
-
-
 def _translated(exporter: _Exporter, region: Region) -> Region:
-    first, end = _extent(region)
+    first, end = region.extent
     for base, num_bytes, here in exporter.translations:
         if base <= first and end <= base + num_bytes:
-            return Region(here + first - base, region.block_stride_bytes, region.run_bytes, region.num_blocks)
+            return replace(region, base_address=region.base_address + here - base)
     raise CudaUnusable(f"a region at {first:#x} lies in no allocation that the exporter shares")

@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvtransfer.copy_plan import CopyPlan, payload_bytes, plan_gather, plan_scatter
+from kvtransfer.copy_plan import Addresses, CopyPlan, payload_bytes, plan_gather, plan_scatter
 from kvtransfer.layout import Region
 
 _RELEASE_GIL_FROM_BYTES = 256 << 10
 """Giving the GIL up costs a wait for it afterwards: not worth it for the few microseconds of a small piece."""
+_TOGETHER_BELOW_BYTES = 4096
+_TOGETHER_FROM_PIECES = 16
+"""Equal small pieces, as of single heads or tokens, are moved by one call to numpy: up to ten times as fast as one by
+one."""
 
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 _memmove_without_gil = ctypes.CDLL(None).memmove
@@ -70,7 +75,26 @@ def scatter(payload: memoryview, block_ids: Sequence[int], regions: Sequence[Reg
 
 
 def _move(plan: CopyPlan) -> None:
+    if len(plan) >= _TOGETHER_FROM_PIECES:
+        length = int(plan.lengths[0])
+        if length < _TOGETHER_BELOW_BYTES and (plan.lengths == plan.lengths[0]).all():
+            targets, to = _pieces(plan.targets, length)
+            sources, at = _pieces(plan.sources, length)
+            targets[to] = sources[at]
+            return
     pieces = zip(plan.targets.tolist(), plan.sources.tolist(), plan.lengths.tolist(), strict=True)
     for target, source, length in pieces:
         move = _memmove_without_gil if length >= _RELEASE_GIL_FROM_BYTES else _memmove_with_gil
         move(target, source, length)
+
+
+def _pieces(addresses: Addresses, length: int) -> tuple[NDArray[np.uint8], NDArray[np.intp]]:
+    """Memory as an array of which entry `i` is the piece that starts at byte `i`, and the entries at `addresses`.
+
+    Nothing is touched but what is indexed, so it does not matter what else lies in between.
+    """
+    lowest = int(addresses.min())
+    span = int(addresses.max()) - lowest + length
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(lowest))
+    windows = as_strided(memory, shape=(span - length + 1, length), strides=(1, 1))
+    return windows, (addresses - np.uint64(lowest)).astype(np.intp)

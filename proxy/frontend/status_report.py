@@ -34,6 +34,7 @@ def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
         transfers=dict(dispatcher.recent.outcomes),
         transfer_failures=dict(dispatcher.recent.failures),
         last_request=dispatcher.recent.last,
+        refused_pairs=roster.refused_pairs(),
     )
 
 

@@ -100,13 +100,12 @@ def place(request: RequestShape, view: PoolView, policy: Policy) -> Placement:
         # One token is wanted, or the context has room for one.
         return PrefillOnly(_least_queued(prefillers).worker_id, "single_token")
 
-    shared = {w.fingerprint for w in prefillers} & {w.fingerprint for w in decoders}
-    prefillers = [w for w in prefillers if w.fingerprint in shared]
+    prefillers = [w for w in prefillers if any(view.can_pair(w, decoder) for decoder in decoders)]
     if not prefillers:
-        message = "No prefill worker has the KV layout of a decode worker"
+        message = "No prefill worker has a KV layout that fits a decode worker"
         return _without_prefill(policy, local, "no_compatible_pair", message)
     prefill = _least_queued(prefillers)
-    decode = _roomiest([w for w in decoders if w.fingerprint == prefill.fingerprint])
+    decode = _roomiest([w for w in decoders if view.can_pair(prefill, w)])
     return Remote(prefill.worker_id, decode.worker_id, "remote")
 
 

@@ -14,7 +14,7 @@ class WorkerView:
     role: Role
     alive: bool
     fingerprint: str
-    """Of its KV layout; only workers with equal fingerprints can exchange blocks."""
+    """Of its KV layout; workers with equal ones can exchange blocks."""
     max_model_len: int
     """Tokens of prompt and output together that this engine accepts."""
     queued_tokens: int
@@ -30,10 +30,17 @@ class PoolView:
     """All workers, in a stable order; ties are broken by it."""
 
     workers: tuple[WorkerView, ...]
+    compatible: frozenset[tuple[str, str]] = frozenset()
+    """Fingerprints of prefill and decode workers that differ and can exchange blocks all the same."""
 
     def alive(self, role: Role) -> tuple[WorkerView, ...]:
         """The workers of a role that take requests."""
         return tuple(w for w in self.workers if w.role == role and w.alive)
+
+    def can_pair(self, prefill: WorkerView, decode: WorkerView) -> bool:
+        """Blocks of the one can be copied to the other."""
+        layouts = (prefill.fingerprint, decode.fingerprint)
+        return layouts[0] == layouts[1] or layouts in self.compatible
 
 
 @dataclass(frozen=True, slots=True)

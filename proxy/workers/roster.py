@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from cluster.messages import PROTOCOL_VERSION, WorkerHello, WorkerLoad
+from cluster.pairing import differing_fields
+from cluster.status import RefusedPair
 from proxy.flights.legbook import Workload
 from proxy.scheduling.view import PoolView, Role, WorkerView
 
@@ -86,6 +88,8 @@ class Roster:
     """Why dead workers are dead, by worker id; also of those that never said hello."""
     gone_epochs: set[str] = field(default_factory=set)
     """Lives that said goodbye or exited; nothing they still had on the way counts."""
+    differences: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """What forbids a pair, by the fingerprints of its prefill and decode worker; filled when one of them joins."""
 
     def admit(self, identity: bytes, hello: WorkerHello, now_s: float) -> Admission:
         """Takes a worker in, or says why not."""
@@ -123,9 +127,26 @@ class Roster:
             self.by_identity.pop(known.identity, None)
         worker = Worker(hello, identity, self._index(hello.worker_id), now_s)
         self.workers[hello.worker_id] = worker
+        self._compare_layouts()
         self.by_identity[identity] = hello.worker_id
         self.causes.pop(hello.worker_id, None)
         return Admission(worker, lost=lost, joined=True)
+
+    def _compare_layouts(self) -> None:
+        """Once per pair of layouts, not per request."""
+        kinds = {
+            (prefill.hello.fingerprint, decode.hello.fingerprint): (prefill.hello, decode.hello)
+            for prefill in self.workers.values()
+            for decode in self.workers.values()
+            if (prefill.role, decode.role) == ("prefill", "decode")
+        }
+        self.differences = {
+            layouts: self.differences[layouts]
+            if layouts in self.differences
+            else [str(field) for field in differing_fields(prefill.layout_fields, decode.layout_fields)]
+            for layouts, (prefill, decode) in kinds.items()
+            if layouts[0] != layouts[1]
+        }
 
     def _index(self, worker_id: str) -> int:
         if worker_id in self.workers:
@@ -228,19 +249,17 @@ class Roster:
                     blocks_free=max(0, worker.blocks_free - blocks_to_come),
                 )
             )
-        return PoolView(tuple(views))
+        return PoolView(tuple(views), frozenset(layouts for layouts, forbid in self.differences.items() if not forbid))
 
-    def fingerprints_shared(self) -> set[str]:
-        """Layouts that a living prefill and a living decode worker have in common."""
-        return {w.hello.fingerprint for w in self.alive("prefill")} & {
-            w.hello.fingerprint for w in self.alive("decode")
-        }
+    def refused_pairs(self) -> list[RefusedPair]:
+        """Living workers that are never placed together, and the fields of their layouts that forbid it."""
+        return [
+            RefusedPair(prefill.worker_id, decode.worker_id, forbidding)
+            for prefill in self.alive("prefill")
+            for decode in self.alive("decode")
+            if (forbidding := self.differences.get((prefill.hello.fingerprint, decode.hello.fingerprint)))
+        ]
 
-    def differing_fields(self) -> list[str]:
-        """Layout fields in which the first living prefill and decode workers differ, with both values."""
-        prefill, decode = self.alive("prefill"), self.alive("decode")
-        if not prefill or not decode:
-            return []
-        one, other = prefill[0].hello.layout_fields, decode[0].hello.layout_fields
-        names = sorted(set(one) | set(other))
-        return [f"{n} ({one.get(n)} / {other.get(n)})" for n in names if one.get(n) != other.get(n)]
+    def has_pair(self) -> bool:
+        """Some living prefill worker can hand over to some living decode worker."""
+        return len(self.refused_pairs()) < len(self.alive("prefill")) * len(self.alive("decode"))

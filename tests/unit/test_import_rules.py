@@ -16,8 +16,8 @@ MAY_IMPORT = {
     "proxy": ("cluster",),
     "lab": ("proxy.scheduling", "cluster"),
 }
-# `cluster` may use kvtransfer's types, not its machinery.
-KVTRANSFER_TYPES = ("kvtransfer.host_messages", "kvtransfer.messages")
+# `cluster` may use kvtransfer's types and the rule who fits whom, not its machinery.
+KVTRANSFER_TYPES = ("kvtransfer.host_messages", "kvtransfer.messages", "kvtransfer.resharding.pairing")
 FORBIDDEN_MODULE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 PICKLING_CALLS = {"recv_pyobj", "send_pyobj"}

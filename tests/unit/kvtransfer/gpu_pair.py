@@ -16,7 +16,7 @@ import pytest
 
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.gpu.device import CudaDevice
-from kvtransfer.layout import probe
+from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
 from tests.unit.kvtransfer.fake_cuda import FakeArray, FakeMachine, FakeProcess
 from tests.unit.kvtransfer.fake_nccl import FakeNetwork
@@ -36,9 +36,9 @@ class GpuRank(Rank):
         self.closed_imports = []
         self.closed_exports = []
 
-    def start(self, settings: EndpointSettings) -> None:
+    def start(self, settings: EndpointSettings, facts: ModelFacts = FACTS) -> None:
         cache = {f"layers.{layer}.attention": array for layer, array in enumerate(self.arrays)}
-        self.map = probe(cache, NUM_BLOCKS, FACTS)
+        self.map = probe(cache, NUM_BLOCKS, facts)
         self.endpoint = RankEndpoint(settings, self.map)
 
     def blocks(self, block_ids: list[int]) -> Any:
@@ -71,16 +71,24 @@ class GpuCluster:
         monkeypatch.setattr("kvtransfer.gpu.gpu_links.open_device", self._open_device)
         monkeypatch.setattr("kvtransfer.rank_endpoint.os", SimpleNamespace(getpid=self._getpid))
 
-    def rank(self, device: int = 0, kind: str = "malloc", nccl_version: int = 22703, **changes: Any) -> GpuRank:
+    def rank(
+        self,
+        device: int = 0,
+        kind: str = "malloc",
+        nccl_version: int = 22703,
+        block_shape: tuple[int, ...] = BLOCK_SHAPE,
+        facts: ModelFacts = FACTS,
+        **changes: Any,
+    ) -> GpuRank:
         child = subprocess.Popen(["sleep", "60"])
         process = self.machine.process(child.pid)
         self.network.connect(process, nccl_version)
         process.cuda.Device(device).use()
-        arrays = [process.array((NUM_BLOCKS, *BLOCK_SHAPE), kind, device) for _ in range(NUM_LAYERS)]
+        arrays = [process.array((NUM_BLOCKS, *block_shape), kind, device) for _ in range(NUM_LAYERS)]
         rank = GpuRank(process, child, arrays)
         self._starting = rank
         settings = self._cluster.settings(**{"chunk_bytes": 1024, "links": ("cuda_ipc", "nccl", "zmq"), **changes})
-        rank.start(replace(settings, prepare_within_s=changes.get("prepare_within_s", 3.0)))
+        rank.start(replace(settings, prepare_within_s=changes.get("prepare_within_s", 3.0)), facts)
         self.ranks.append(rank)
         return rank
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from kvtransfer.host_messages import (
     RankStats,
     ToRank,
 )
-from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, eventually
+from tests.unit.kvtransfer.rank_pair import FACTS, PROMPT_HASH, Cluster, eventually
 
 
 class Host:
@@ -127,7 +128,9 @@ def test_the_host_can_give_the_first_token(cluster: Cluster, host: Host) -> None
 
 
 def test_the_host_can_have_links_made_ready(cluster: Cluster, host: Host) -> None:
-    exporters, importer = [cluster.rank(rank=rank) for rank in (0, 1)], cluster.rank(rank=1, report_to=host.address)
+    facts = replace(FACTS, tp_size=2)
+    exporters = [cluster.rank(rank=rank, facts=facts) for rank in (0, 1)]
+    importer = cluster.rank(rank=1, facts=facts, report_to=host.address)
     host.hear(RankReady)
     ranks = [(exporter.endpoint.address, exporter.endpoint.epoch) for exporter in exporters]
     host.tell(MeetExporters([ranks, []]))

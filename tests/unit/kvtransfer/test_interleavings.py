@@ -7,7 +7,7 @@ blocks as soon as it may, so that a copy that should not have been trusted shows
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.imports import Piece
-from kvtransfer.layout import probe
+from kvtransfer.layout import Region, probe
 from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, FromExporter, FromImporter
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, PROMPT_HASH, Cluster, make_cache
@@ -130,7 +130,7 @@ class World:
 
     def open_import(self) -> None:
         self.is_opened = True
-        self.importer.open(self.now_s, "t", KEY, PROMPT_HASH, NUM_TOKENS, self.wants_first_token)
+        self.importer.open(self.now_s, "t", [KEY], PROMPT_HASH, NUM_TOKENS, self.wants_first_token)
 
     def place(self) -> None:
         self.is_placed = True
@@ -170,8 +170,8 @@ class World:
     def why_unreadable(self, pid: int, address: int) -> str:
         return ""
 
-    def scatter(self, piece: Piece, payload: memoryview) -> None:
-        scatter(payload, piece.target_ids, self.our_map.regions(piece.first_layer, piece.num_layers))
+    def scatter(self, piece: Piece, targets: Sequence[Region], payload: memoryview) -> None:
+        scatter(payload, piece.target_ids, targets)
 
     # The network and the clock.
 

@@ -145,3 +145,26 @@ def test_an_illegal_transition_is_named() -> None:
     lease = finished()
     with pytest.raises(IllegalTransition, match="Transfer t: cannot finish when held"):
         lease.finish(0.0)
+
+
+def test_blocks_are_held_until_every_expected_importer_has_released_them() -> None:
+    lease = Lease("t", FIRST_S)
+    lease.finish(FIRST_S)
+    lease.attach(READER, True, num_expected=2)
+    lease.release(READER)
+    assert lease.state is LeaseState.HELD, "the other one may only be slow"
+    lease.attach(ASKER, False, num_expected=2)
+    lease.release(ASKER)
+    assert (lease.state, lease.outcome) == (LeaseState.CLOSED, "released")
+
+
+def test_an_expected_importer_that_never_comes_or_dies_leaves_the_blocks_to_the_clock() -> None:
+    lease = Lease("t", FIRST_S)
+    lease.finish(FIRST_S)
+    for importer in (READER, ASKER):
+        lease.attach(importer, True, num_expected=2)
+    lease.release(READER)
+    lease.lose(ASKER)
+    assert lease.state is LeaseState.HELD
+    assert lease.expire(FIRST_S)
+    assert lease.outcome == "expired"

@@ -2,8 +2,12 @@
 
 import inspect
 
+import pytest
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -77,3 +81,33 @@ def test_the_engine_client_offers_what_the_worker_host_calls() -> None:
     for name in ("add_request_async", "abort_requests_async", "get_output_async", "call_utility_async",
                  "get_supported_tasks_async", "shutdown"):  # fmt: skip
         assert callable(getattr(AsyncMPClient, name))
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_cpu_attention_keeps_keys_and_values_of_a_head_in_planes(dtype: str, block_size: int) -> None:
+    """What `resharding.forms.CPU_PLANES` says of a block, asked of the kernel that fills it."""
+    from vllm import _custom_ops
+
+    num_heads, head_size, num_tokens = 2, 64, 40
+    key, value = (torch.randn(num_tokens, num_heads, head_size, dtype=getattr(torch, dtype)) for _ in range(2))
+    cache = torch.zeros(4, num_heads, block_size, 2 * head_size, dtype=getattr(torch, dtype))
+    planes = cache.view(4, num_heads, 2 * block_size, head_size).chunk(2, dim=2)
+    slots = torch.arange(block_size, block_size + num_tokens)
+    _custom_ops.cpu_attn_reshape_and_cache(key, value, *planes, slots, "vec")
+    for token in range(num_tokens):
+        block, place = divmod(block_size + token, block_size)
+        halves = cache[block].reshape(num_heads, 2, block_size * head_size)
+        assert torch.equal(halves[:, 0].reshape(num_heads, head_size, block_size)[:, :, place], key[token])
+        assert torch.equal(halves[:, 1].reshape(num_heads, block_size, head_size)[:, place], value[token])
+
+
+def test_ranks_hold_heads_as_vllm_deals_them_out() -> None:
+    source = inspect.getsource(QKVParallelLinear)
+    assert "self.num_kv_head_replicas = divide(tp_size, self.total_num_kv_heads)" in source
+    assert "shard_rank = self.tp_rank // self.num_kv_head_replicas" in source
+
+
+def test_the_processor_decides_how_cpu_attention_fills_a_block() -> None:
+    assert "vec" in inspect.getsource(_get_attn_isa)
+    assert list(inspect.signature(_get_attn_isa).parameters) == ["dtype", "block_size", "head_size", "kv_cache_dtype"]

@@ -37,7 +37,7 @@ class LateFence:
 class Side:
     def __init__(self) -> None:
         self.endpoint, self.fence = RecordingEndpoint(), LateFence()
-        self._side = RankSide(cast(RankEndpoint, self.endpoint), 0, self.fence)
+        self._side = RankSide(cast(RankEndpoint, self.endpoint), self.fence)
 
     def step(self, **orders: Any) -> list[str]:
         """One engine step; what the endpoint has been told by its end."""
@@ -81,7 +81,7 @@ def test_blocks_are_written_only_when_the_computation_before_is_over() -> None:
     side = Side()
     wanted = OpenImport("t", "request", [("address", "epoch")], b"hash", 8, True)
     placed = PlaceImport("t", 0, [5, 6], awaited=True)
-    assert side.step(open_imports=[wanted], place_imports=[placed]) == ["open_import"]
+    assert side.step(open_imports=[wanted], place_imports=[placed]) == ["open_sharded_import"]
     side.fence.compute()
     assert side.endpoint.calls[1:] == [("place_import", "t", 0, [5, 6])]
 

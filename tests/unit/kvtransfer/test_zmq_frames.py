@@ -34,3 +34,18 @@ def test_a_payload_that_does_not_fit_the_buffer_is_not_gathered() -> None:
     source = np.zeros((10, 5), dtype=np.uint8)
     with pytest.raises(ValueError, match="10 bytes for a buffer of 9"):
         gather([1, 2], regions(source), np.empty(9, dtype=np.uint8))
+
+
+def test_many_small_runs_of_each_block_are_moved_like_few() -> None:
+    """As those of single heads: 32 runs per block of 8 bytes each, every second one of somebody else."""
+    source = np.random.default_rng(0).integers(0, 256, (10, 512), dtype=np.uint8)
+    target = np.zeros_like(source)
+    offsets = tuple(range(0, 512, 16))
+    cut = [Region(array.ctypes.data, 512, 8, 10, offsets) for array in (source, target)]
+    payload = gather([4, 1], cut[:1], np.empty(1000, dtype=np.uint8))
+    runs = source.reshape(10, 32, 2, 8)[:, :, 0]
+    assert bytes(payload) == runs[[4, 1]].tobytes()
+    scatter(payload, [9, 3], cut[1:])
+    assert np.array_equal(target.reshape(10, 32, 2, 8)[[9, 3]][:, :, 0], runs[[4, 1]])
+    assert not target.reshape(10, 32, 2, 8)[:, :, 1].any()
+    assert not target[[0, 1, 2, 4, 5, 6, 7, 8]].any()

@@ -76,6 +76,21 @@ def test_only_workers_with_the_same_layout_are_paired() -> None:
     assert place(LONG, view, POLICY) == Remote("p1", "d0", "remote")
 
 
+def test_workers_with_layouts_that_fit_are_paired() -> None:
+    """Fitting is no equivalence: p0 fits d0 and d1, which do not fit each other."""
+    workers = (
+        worker("p0"),
+        worker("p1", fingerprint="other"),
+        worker("d0", fingerprint="small blocks", blocks_free=5),
+        worker("d1", fingerprint="more ranks", blocks_free=9),
+        worker("d2", fingerprint="alien", blocks_free=99),
+    )
+    view = PoolView(workers, frozenset({("f", "small blocks"), ("f", "more ranks"), ("other", "small blocks")}))
+    assert place(LONG, view, POLICY) == Remote("p0", "d1", "remote")
+    busy = PoolView((replace(workers[0], queued_tokens=999), *workers[1:]), view.compatible)
+    assert place(LONG, busy, POLICY) == Remote("p1", "d0", "remote")
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [("local", Local("d0", "no_prefill_worker")), ("queue", Wait("no_prefill_worker"))],

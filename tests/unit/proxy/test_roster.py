@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from cluster.messages import PROTOCOL_VERSION, EngineFacts, RankAddress, WorkerHello, WorkerLoad
+from cluster.status import RefusedPair
 from proxy.flights.legbook import Workload
 from proxy.workers.roster import Roster
 
@@ -155,8 +156,27 @@ def test_requests_on_their_way_to_a_worker_count_as_its_own() -> None:
     assert [(w.num_requests, w.blocks_free) for w in view.workers] == [(2, free - 4), (0, free)]
 
 
-def test_fingerprints_tell_who_can_be_paired_and_what_differs() -> None:
+def test_layouts_tell_who_can_be_paired_and_what_differs() -> None:
     known = roster("prefill-0")
     known.admit(b"d", hello("decode-0", fingerprint="g", layout_fields={"dtype": "float16"}), 0.0)
-    assert known.fingerprints_shared() == set()
-    assert known.differing_fields() == ["dtype (bfloat16 / float16)"]
+    assert not known.has_pair()
+    assert known.refused_pairs() == [RefusedPair("prefill-0", "decode-0", ["dtype (bfloat16 / float16)"])]
+    assert known.view(lambda _: Workload(), {}).compatible == frozenset()
+
+
+def test_workers_with_other_numbers_of_ranks_are_paired_if_their_caches_can_be_cut() -> None:
+    known = roster("prefill-0")
+    layout = {"dtype": "bfloat16", "memory_order": "head, token, content", "tp_size": "1"}
+    for worker_id, tp_size in (("prefill-0", "1"), ("decode-0", "2"), ("decode-1", "1")):
+        fields = layout | {"tp_size": tp_size}
+        known.admit(worker_id.encode(), hello(worker_id, epoch="new", fingerprint=tp_size, layout_fields=fields), 0.0)
+    assert known.has_pair()
+    assert known.refused_pairs() == []
+    assert known.view(lambda _: Workload(), {}).compatible == {("1", "2")}
+
+
+def test_one_worker_that_fits_nobody_does_not_keep_the_others_apart() -> None:
+    known = roster("prefill-0", "decode-0")
+    known.admit(b"d", hello("decode-1", fingerprint="g", layout_fields={"dtype": "float16"}), 0.0)
+    assert known.has_pair()
+    assert [(pair.prefill, pair.decode) for pair in known.refused_pairs()] == [("prefill-0", "decode-1")]

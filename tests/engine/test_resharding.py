@@ -1,0 +1,118 @@
+"""Prefill and decode workers with other numbers of ranks, or other block sizes, give the tokens of a single engine.
+
+Ranks share cores here, so a step of a worker with two takes about a second.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lab.launches import bare_vllm, twinpool
+from lab.server_process import Server, free_port
+from tests.engine.observed import Moved, status
+from tests.engine.random_llama import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS, VOCABULARY, make_random_llama
+from tests.engine.servers import MODEL_NAME
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a cluster waits for its start
+
+BLOCK = 32
+KV_BYTES_PER_TOKEN = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_SIZE * 4
+ENGINE = {
+    "max_model_len": 1024, "max_num_batched_tokens": 144, "max_num_seqs": 8, "block_size": BLOCK, "dtype": "float32",
+    "seed": 0, "enforce_eager": True, "num_gpu_blocks_override": 128, "skip_tokenizer_init": True,
+}  # fmt: skip
+MAX_TOKENS = 8
+LENGTHS = (2, 31, 32, 33, 64, 145, 300)
+"""Less than a block, blocks with and without a rest, and several chunks that end inside of blocks."""
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return [random.Random(num_tokens).randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+
+def generate(server: Server, prompt: list[int]) -> list[int]:
+    body = {
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "detokenize": False,
+    }  # fmt: skip
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).raise_for_status()
+    (choice,) = answer.json()["choices"]
+    return list(choice["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_random_llama(tmp_path_factory.mktemp("random-llama")))
+
+
+@pytest.fixture(scope="module")
+def golden(model: str, log_dir: Path) -> dict[int, list[int]]:
+    """What a single engine with one rank answers, by the length of the prompt."""
+    server = Server(
+        bare_vllm("single-random-llama", model, MODEL_NAME, free_port(), ENGINE, core="1", kv_gib=1), log_dir
+    )
+    try:
+        server.wait_until_healthy()
+        return {length: generate(server, prompt_of(length)) for length in LENGTHS}
+    finally:
+        server.stop()
+
+
+def _cluster(name: str, model: str, log_dir: Path, link: str, **pools: dict[str, Any]) -> Iterator[Server]:
+    config = {
+        "model": model,
+        "served_model_name": MODEL_NAME,
+        "engine": ENGINE,
+        "pools": pools,
+        "transfer": {"links": [link], "peer_lost_after_s": 60},  # ranks that share a core keep each other waiting
+        "liveness": {"dead_after_s": 60, "proxy_lost_after_s": 60},
+        "scheduling": {"remote_prefill_min_tokens": 1},
+        "server": {"port": free_port()},
+    }
+    server = Server(twinpool(name, config, log_dir), log_dir)
+    try:
+        server.wait_until_healthy(deadline_s=480)
+        yield server
+    finally:
+        server.stop()
+
+
+def _check(server: Server, link: str, golden: dict[int, list[int]], block_moved: int) -> None:
+    """Every prompt prefilled by P, copied by D in blocks of `block_moved` tokens, and continued as a single engine."""
+    for length in LENGTHS:
+        moved = Moved(server.url, link)
+        assert generate(server, prompt_of(length)) == golden[length], f"{length} tokens"
+        moved.wait_for_handovers()
+        assert (moved.remote_tokens, moved.local_tokens, moved.recomputed) == (length, 0, 0)
+        assert moved.bytes_ == moved.bytes_over_any_link > 0
+        # Rank 0 of D speaks for all: it moves its share of the heads.
+        assert KV_BYTES_PER_TOKEN * -(-length // block_moved) * block_moved % moved.bytes_ == 0
+    found = status(server.url)
+    assert found.refused_pairs == []
+    for worker in found.workers:
+        assert worker.blocks.free + worker.blocks.used + worker.blocks.leased == worker.blocks.total
+
+
+def test_the_yardstick_depends_on_the_whole_prompt(golden: dict[int, list[int]]) -> None:
+    """Otherwise wrong blocks would not show."""
+    assert len({tuple(tokens) for tokens in golden.values()}) == len(golden)
+
+
+def test_one_rank_hands_over_to_two(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
+    for server in _cluster("tp1-tp2", model, log_dir, "host", prefill={}, decode={"tensor_parallel": 2}):
+        _check(server, "host", golden, BLOCK)
+
+
+def test_two_ranks_hand_over_to_one(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
+    for server in _cluster("tp2-tp1", model, log_dir, "zmq", prefill={"tensor_parallel": 2}, decode={}):
+        _check(server, "zmq", golden, BLOCK)
+
+
+def test_blocks_of_two_sizes_are_cut_to_the_smaller(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
+    larger = {"engine": {"block_size": 2 * BLOCK, "num_gpu_blocks_override": 64}}
+    for server in _cluster("blocks-64-32", model, log_dir, "host", prefill=larger, decode={}):
+        _check(server, "host", golden, BLOCK)
