@@ -1,7 +1,4 @@
-"""Prefill and decode workers with other numbers of ranks, or other block sizes, give the tokens of a single engine.
-
-Ranks share cores here, so a step of a worker with two takes about a second.
-"""
+"""Prefill and decode workers with other numbers of ranks and other block sizes give the tokens of a single engine."""
 
 import random
 from collections.abc import Iterator
@@ -102,17 +99,14 @@ def test_the_yardstick_depends_on_the_whole_prompt(golden: dict[int, list[int]])
     assert len({tuple(tokens) for tokens in golden.values()}) == len(golden)
 
 
-def test_one_rank_hands_over_to_two(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
-    for server in _cluster("tp1-tp2", model, log_dir, "host", prefill={}, decode={"tensor_parallel": 2}):
+def test_one_rank_hands_over_to_two_with_smaller_blocks(
+    model: str, golden: dict[int, list[int]], log_dir: Path
+) -> None:
+    larger = {"engine": {"block_size": 2 * BLOCK, "num_gpu_blocks_override": 64}}
+    for server in _cluster("tp1-tp2", model, log_dir, "host", prefill=larger, decode={"tensor_parallel": 2}):
         _check(server, "host", golden, BLOCK)
 
 
 def test_two_ranks_hand_over_to_one(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
     for server in _cluster("tp2-tp1", model, log_dir, "zmq", prefill={"tensor_parallel": 2}, decode={}):
         _check(server, "zmq", golden, BLOCK)
-
-
-def test_blocks_of_two_sizes_are_cut_to_the_smaller(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
-    larger = {"engine": {"block_size": 2 * BLOCK, "num_gpu_blocks_override": 64}}
-    for server in _cluster("blocks-64-32", model, log_dir, "host", prefill=larger, decode={}):
-        _check(server, "host", golden, BLOCK)
