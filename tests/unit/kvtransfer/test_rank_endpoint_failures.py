@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -149,6 +150,7 @@ def test_the_death_of_an_importer_ends_its_hold_at_once(cluster: Cluster, spawn:
     exports = exporter.endpoint._loop.exporter._exports
     eventually(lambda: exports["t"].lease.importers)
     process.send_signal(signal.SIGSTOP)
+    eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     exporter.endpoint.abort_export("t", "for a test")
     assert not exporter.has_closed(0.2), "it might be reading"
     process.kill()
