@@ -28,25 +28,31 @@ class Export:
         self._block_ids: list[int] = []  # one per KV block named so far, in token order
         self._block_id_set: set[int] = set()
         self._num_tokens = 0
+        self._begun = (0, 0)  # tokens, those above among them, and how many of their first layers are computed
         self._done: Done | None = None
 
-    def announce(self, block_ids: Sequence[int], num_tokens: int) -> list[FromExporter]:
+    def announce(self, block_ids: Sequence[int], num_tokens: int, num_layers: int | None = None) -> list[FromExporter]:
         """`num_tokens` of the prompt are computed and lie in `block_ids` (all of them, in token order).
 
-        Blocks that are not those named before mean that the engine started over without saying so.
+        With `num_layers` only so many of the first layers are, of the tokens that were not announced without. Blocks
+        that are not those named before mean that the engine started over without saying so.
         """
         self._require_computing("announce blocks")
         known = len(self._block_ids)
         messages: list[FromExporter] = []
-        if list(block_ids[:known]) != self._block_ids or num_tokens < self._num_tokens:
+        if list(block_ids[:known]) != self._block_ids or num_tokens < max(self._num_tokens, self._begun[0]):
             messages = self.restart()
             known = 0
         new = list(block_ids[known:])
-        if new or num_tokens > self._num_tokens:
+        is_news = num_tokens > self._num_tokens and (num_layers is None or (num_tokens, num_layers) > self._begun)
+        if new or is_news:
             self._block_ids += new
             self._block_id_set.update(new)
-            self._num_tokens = num_tokens
-            messages.append(Ready(self.transfer_id, self._attempt, known, new, num_tokens))
+            if num_layers is None:
+                self._num_tokens, self._begun = num_tokens, (0, 0)
+            else:
+                self._begun = (num_tokens, num_layers)
+            messages.append(Ready(self.transfer_id, self._attempt, known, new, num_tokens, num_layers))
         return messages
 
     def restart(self) -> list[FromExporter]:
@@ -55,7 +61,7 @@ class Export:
         self._attempt += 1
         self._block_ids = []
         self._block_id_set = set()
-        self._num_tokens = 0
+        self._num_tokens, self._begun = 0, (0, 0)
         return [Ready(self.transfer_id, self._attempt, 0, [], 0)]
 
     def finish(
@@ -80,6 +86,8 @@ class Export:
         messages: list[FromExporter] = []
         if self._block_ids or self._attempt:
             messages.append(Ready(self.transfer_id, self._attempt, 0, list(self._block_ids), self._num_tokens))
+        if self._begun[0]:
+            messages.append(Ready(self.transfer_id, self._attempt, len(self._block_ids), [], *self._begun))
         return [*messages, self._done] if self._done else messages
 
     def is_over(self, fetch: Fetch) -> bool:

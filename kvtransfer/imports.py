@@ -8,6 +8,7 @@ is being written into its blocks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtransfer.fetch_order import Computed, FetchOrder
 from kvtransfer.layout import CacheLayout
 from kvtransfer.messages import Done, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, Source
@@ -81,6 +82,7 @@ class Import:
         self.attempt = 0
         self._source_ids: list[int] = []  # the exporter's, one per unit, in token order
         self._ready_tokens = 0
+        self._begun = (0, 0)  # tokens, those above among them, and how many of their first layers can be fetched
         self._done: Done | None = None
         self._placed: tuple[int, list[int]] | None = None  # as the engine said it, in blocks
         self._first_unit = 0
@@ -88,7 +90,7 @@ class Import:
         self._is_orphaned = False  # the exporter gave up, or we gave up on it
         self._layers_missing: list[int] = []  # per placed unit
         self._num_missing = 0  # their sum
-        self._cursor = (0, 0)  # the next placed unit and layer to ask for
+        self._order = FetchOrder(0, ())  # of the placed units
         self._opened_s = opened_s
         self._done_s: float | None = None
         self._loaded_s: float | None = None
@@ -109,15 +111,23 @@ class Import:
         if message.attempt > self.attempt:
             self._start_over(message.attempt)
         per_block = self._units.exporter_per_block
-        if message.first_block * per_block != len(self._source_ids) or message.num_tokens < self._ready_tokens:
+        num_tokens, num_layers = message.num_tokens, message.num_layers
+        known_tokens = max(self._ready_tokens, self._begun[0])
+        if message.first_block * per_block != len(self._source_ids) or num_tokens < known_tokens:
             self.fail(
                 "mismatch",
-                f"the exporter named blocks from {message.first_block} with {message.num_tokens} tokens ready, "
-                f"after {len(self._source_ids) // per_block} blocks with {self._ready_tokens}",
+                f"the exporter named blocks from {message.first_block} with {num_tokens} tokens ready, "
+                f"after {len(self._source_ids) // per_block} blocks with {known_tokens}",
             )
             return
+        if num_layers is not None and not self._begun[1] <= num_layers <= self._units.num_layers:
+            self.fail("mismatch", f"the exporter has {num_layers} layers ready, after {self._begun[1]} of this request")
+            return
         self._source_ids += _units_of(message.block_ids, per_block)
-        self._ready_tokens = message.num_tokens
+        if num_layers is None:
+            self._ready_tokens, self._begun = num_tokens, (0, 0)
+        else:
+            self._begun = (num_tokens, num_layers)
 
     def on_done(self, message: Done, now_s: float) -> None:
         if self._done:
@@ -198,34 +208,22 @@ class Import:
         return not self.has_blocks
 
     def next_piece(self, piece_id: int, max_bytes: int) -> Piece | None:
-        """Blocks to copy next: complete at the exporter, lacking here; whole ones, unless one alone is too large."""
-        index, layer = self._cursor
-        if self._target_ids is None or self.is_over or index >= self._num_fetchable:
+        """What to copy next: computed at the exporter, lacking here; of whole blocks, unless one alone is too large or
+        only some of its layers are computed."""
+        if self._target_ids is None or self.is_over:
             return None
-        layer_bytes = self._units.layer_bytes
-        if layer == 0 and self._units.block_bytes <= max_bytes:
-            end = min(index + max_bytes // self._units.block_bytes, self._num_fetchable)
-            num_layers, num_bytes = self._units.num_layers, (end - index) * self._units.block_bytes
-            self._cursor = (end, 0)
-        else:
-            end, num_layers, num_bytes = index + 1, 1, layer_bytes[layer]
-            while layer + num_layers < len(layer_bytes) and num_bytes + layer_bytes[layer + num_layers] <= max_bytes:
-                num_bytes += layer_bytes[layer + num_layers]
-                num_layers += 1
-            is_last = layer + num_layers == len(layer_bytes)
-            self._cursor = (end, 0) if is_last else (index, layer + num_layers)
-        source_ids = self._source_ids[self._first_unit + index : self._first_unit + end]
-        target_ids = self._target_ids[index:end]
+        if (portion := self._order.next(self._computed, max_bytes)) is None:
+            return None
         piece = Piece(
             self.transfer_id,
             piece_id,
             self.attempt,
-            index,
-            tuple(source_ids),
-            tuple(target_ids),
-            layer,
-            num_layers,
-            num_bytes,
+            portion.first,
+            tuple(self._source_ids[self._first_unit + portion.first : self._first_unit + portion.end]),
+            tuple(self._target_ids[portion.first : portion.end]),
+            portion.first_layer,
+            portion.num_layers,
+            portion.num_bytes,
         )
         self.in_flight[piece_id] = piece
         return piece
@@ -261,11 +259,16 @@ class Import:
         return -(-self.num_tokens // self._units.block_size)
 
     @property
-    def _num_fetchable(self) -> int:
-        """Placed units whose data the exporter will not change again, unless it starts over."""
-        num_complete = self._num_units if self._done else self._ready_tokens // self._units.block_size
-        num_complete = min(num_complete, len(self._source_ids)) - self._first_unit
-        return min(num_complete, len(self._target_ids or ()))
+    def _computed(self) -> Computed:
+        """What the exporter has of the placed units, and will not change again unless it starts over."""
+        begun_tokens, num_layers = self._begun
+        return Computed(self._num_placed_of(self._ready_tokens), self._num_placed_of(begun_tokens), num_layers)
+
+    def _num_placed_of(self, num_tokens: int) -> int:
+        """Placed units that are full, or end with the prompt, when so many tokens are computed."""
+        is_whole = self._done is not None or num_tokens >= self.num_tokens
+        num_units = self._num_units if is_whole else num_tokens // self._units.block_size
+        return max(0, min(num_units, len(self._source_ids)) - self._first_unit)
 
     def _aim(self, first_block: int, block_ids: Sequence[int], now_s: float) -> None:
         per_block = self._units.importer_per_block
@@ -278,12 +281,12 @@ class Import:
         """The exporter was preempted: what it named is void, and so is what was copied."""
         self.attempt = attempt
         self._source_ids = []
-        self._ready_tokens = 0
+        self._ready_tokens, self._begun = 0, (0, 0)
         self._done = None
         self._void_copies()
 
     def _void_copies(self) -> None:
-        self._cursor = (0, 0)
+        self._order = FetchOrder(len(self._target_ids or ()), self._units.layer_bytes)
         self._layers_missing = [self._units.num_layers] * len(self._target_ids or ())
         self._num_missing = sum(self._layers_missing)
 

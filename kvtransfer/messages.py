@@ -9,7 +9,8 @@ struct in one frame, except `Blocks`, whose payload follows in a second frame. T
                <------------------------------ Welcome    (or Refused)
     Attach     ------------------------------>            as soon as the request reaches the decode worker
                <------------------------------ Attached
-               <------------------------------ Ready      after each chunk of the prefill
+               <------------------------------ Ready      after each chunk of the prefill; if the exporter is told to
+                                                          announce layers, also within the last one
     Fetch      ------------------------------>            only on links where the exporter sends (zmq, nccl)
                <------------------------------ Blocks     on zmq, with the bytes
                <------------------------------ Sending    on nccl: the bytes come through the communicator
@@ -139,7 +140,7 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Exporter to importer: the KV of `num_tokens` prompt tokens is computed."""
+    """Exporter to importer: the KV of `num_tokens` prompt tokens is computed, or that of their first layers."""
 
     transfer_id: str
     attempt: int
@@ -148,6 +149,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """Position, in token order, of `block_ids[0]`; earlier blocks were named by earlier messages."""
     block_ids: list[int]
     num_tokens: int
+    num_layers: int | None = None
+    """Only so many of the first layers are computed, except of the tokens that an earlier message without this counted,
+    of which all are. The blocks can be fetched as far as they are computed, the prompt's last one too."""
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

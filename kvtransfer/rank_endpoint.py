@@ -79,10 +79,15 @@ class RankEndpoint:
         """The engine has scheduled the first chunk of this prefill. Opening again while it is open changes nothing."""
         self._post(self._loop.exporter.open, transfer_id, prompt_hash, num_prompt_tokens)
 
-    def announce(self, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """`num_tokens` are computed and lie in `block_ids`: all blocks so far, in token order."""
+    def announce(
+        self, transfer_id: str, block_ids: Sequence[int], num_tokens: int, num_layers: int | None = None
+    ) -> None:
+        """`num_tokens` are computed and lie in `block_ids`: all blocks so far, in token order.
+
+        With `num_layers`, only so many of the first layers are, except of tokens that were announced without it.
+        """
         self._require_blocks(block_ids)
-        self._post(self._loop.exporter.announce, transfer_id, list(block_ids), num_tokens)
+        self._post(self._loop.exporter.announce, transfer_id, list(block_ids), num_tokens, num_layers)
 
     def restart_export(self, transfer_id: str) -> None:
         """The engine preempted the prefill. To be called before the blocks are written again."""

@@ -109,9 +109,11 @@ class Exporter:
             if waiting.is_released:
                 self._release(waiting.importer, transfer_id)
 
-    def announce(self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+    def announce(
+        self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int, num_layers: int | None = None
+    ) -> None:
         if export := self._named(transfer_id, "announced"):
-            self._tell(export.lease.importers, export.announce(block_ids, num_tokens))
+            self._tell(export.lease.importers, export.announce(block_ids, num_tokens, num_layers))
 
     def restart(self, now_s: float, transfer_id: str) -> None:
         if export := self._named(transfer_id, "restarted"):

@@ -91,6 +91,46 @@ def test_only_new_blocks_are_announced_and_a_late_importer_hears_all() -> None:
     assert told(exporter)[1:] == [Ready("t", 0, 0, [1, 2], 8)]
 
 
+def test_layers_are_announced_once_and_a_late_importer_hears_of_them() -> None:
+    exporter = an_exporter(b"a", b"b", b"c")
+    exporter.open(0.0, "t", PROMPT_HASH, 12)
+    attach(exporter, b"a", "t")
+    exporter.announce(0.0, "t", [1], 4)
+    told(exporter)
+    for num_layers in (1, 2, 2):
+        exporter.announce(0.0, "t", [1, 2, 3], 12, num_layers)
+    assert told(exporter) == [Ready("t", 0, 1, [2, 3], 12, 1), Ready("t", 0, 3, [], 12, 2)]
+    attach(exporter, b"b", "t")
+    assert told(exporter)[1:] == [Ready("t", 0, 0, [1, 2, 3], 4), Ready("t", 0, 3, [], 12, 2)]
+    exporter.announce(0.0, "t", [1, 2, 3], 12)
+    exporter.announce(0.0, "t", [1, 2, 3], 12, 3)
+    assert told(exporter) == [Ready("t", 0, 3, [], 12)] * 2, "each of the two importers once"
+    attach(exporter, b"c", "t")
+    assert told(exporter)[1:] == [Ready("t", 0, 0, [1, 2, 3], 12)]
+
+
+@pytest.mark.parametrize(("block_ids", "num_tokens"), [([1], 4), ([1, 2, 3], 9), ([4, 2, 3], 12)], ids=str)
+def test_a_prefill_that_starts_over_without_saying_so_voids_its_layers(block_ids: list[int], num_tokens: int) -> None:
+    exporter = an_exporter(b"a")
+    exporter.open(0.0, "t", PROMPT_HASH, 12)
+    attach(exporter, b"a", "t")
+    exporter.announce(0.0, "t", [1, 2, 3], 12, 2)
+    told(exporter)
+    exporter.announce(0.0, "t", block_ids, num_tokens)
+    assert told(exporter) == [Ready("t", 1, 0, [], 0), Ready("t", 1, 0, block_ids, num_tokens)]
+
+
+def test_a_prefill_that_starts_over_voids_its_layers() -> None:
+    exporter = an_exporter(b"a", b"b")
+    exporter.open(0.0, "t", PROMPT_HASH, 12)
+    exporter.announce(0.0, "t", [1, 2, 3], 12, 2)
+    exporter.restart(0.0, "t")
+    attach(exporter, b"a", "t")
+    assert told(exporter)[1:] == [Ready("t", 1, 0, [], 0)]
+    exporter.announce(0.0, "t", [1, 2, 3], 12, 1)
+    assert told(exporter) == [Ready("t", 1, 0, [1, 2, 3], 12, 1)]
+
+
 def test_fetches_of_an_attempt_that_is_over_are_not_served() -> None:
     exporter = an_exporter(b"a")
     exporter.open(0.0, "t", PROMPT_HASH, 12)

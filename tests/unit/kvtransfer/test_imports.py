@@ -50,15 +50,17 @@ def still_wants_exporter(transfer: Import) -> bool:
     return transfer.wants_exporter
 
 
-def test_only_complete_blocks_are_fetched_before_the_end() -> None:
+def test_blocks_are_fetched_when_they_are_full_or_end_with_the_prompt() -> None:
     transfer = an_import()
     transfer.place(0, [1, 2, 3], 0.0)
     transfer.on_ready(ready([11, 12, 13], 7))
     assert [piece.source_ids for piece in pieces(transfer)] == [(11,)]
-    transfer.on_ready(ready([], 10, first_block=3))
+    transfer.on_ready(ready([], 9, first_block=3))
     assert [piece.source_ids for piece in pieces(transfer)] == [(12,)]
-    transfer.on_done(done(), 0.0)
+    transfer.on_ready(ready([], 10, first_block=3))
     assert [(piece.source_ids, piece.target_ids) for piece in pieces(transfer)] == [((13,), (3,))]
+    transfer.on_done(done(), 0.0)
+    assert pieces(transfer) == []
 
 
 def test_blocks_that_we_have_already_are_not_fetched() -> None:

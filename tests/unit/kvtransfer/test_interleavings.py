@@ -23,10 +23,10 @@ from kvtransfer.imports import Piece
 from kvtransfer.layout import Region, probe
 from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, FromExporter, FromImporter
-from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, PROMPT_HASH, Cluster, make_cache
+from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, NUM_LAYERS, PROMPT_HASH, Cluster, make_cache
 
 JUNK = 0xDEAD
-NUM_TOKENS = 3 * BLOCK_SIZE
+NUM_TOKENS = 3 * BLOCK_SIZE - 1
 KEY = PeerKey("address", "exporter")
 TARGETS = [10, 11, 12]
 
@@ -34,7 +34,7 @@ TARGETS = [10, 11, 12]
 class World:
     """An exporter, an importer, and all that is under way between them and their engines."""
 
-    def __init__(self, link: str, first_block: int, wants_first_token: bool) -> None:
+    def __init__(self, link: str, first_block: int, wants_first_token: bool, announces_layers: bool = False) -> None:
         options = replace(
             Cluster(Path("unused")).settings(), links=(link,), lease_first_s=12, lease_renew_s=10, beat_s=3,
             peer_lost_after_s=1e9, stalled_after_s=1e9, attach_wait_s=5, fetch_window=2, chunk_bytes=1600,
@@ -54,6 +54,9 @@ class World:
         self.blocks: list[int] = []  # the exporter's, in token order
         self.next_block = 0
         self.num_tokens = 0
+        self.num_complete = 0  # of these tokens, those of which all layers are computed
+        self.num_layers = NUM_LAYERS  # that are computed of the others
+        self.announces_layers = announces_layers
         self.restarts = 0
         self.is_opened = self.is_placed = self.is_cancelled = self.has_token = False
 
@@ -72,23 +75,31 @@ class World:
         self.say(lambda: self.exporter.open(self.now_s, "t", PROMPT_HASH, NUM_TOKENS))
 
     def compute(self) -> None:
-        """The next chunk, of half a block to two."""
-        self.num_tokens = min(NUM_TOKENS, self.num_tokens + BLOCK_SIZE // 2 + 1)
-        while len(self.blocks) * BLOCK_SIZE < self.num_tokens:
-            self.blocks.append(self.next_block % 9)
-            self.next_block += 1
+        """The next chunk, of half a block to two; or, where layers are announced, the next layer of a chunk."""
+        if self.num_layers == NUM_LAYERS:
+            self.num_tokens = min(NUM_TOKENS, self.num_tokens + BLOCK_SIZE // 2 + 1)
+            while len(self.blocks) * BLOCK_SIZE < self.num_tokens:
+                self.blocks.append(self.next_block % 9)
+                self.next_block += 1
+            self.num_layers = 1 if self.announces_layers else NUM_LAYERS
+        else:
+            self.num_layers += 1
+        if self.num_layers == NUM_LAYERS:
+            self.num_complete = self.num_tokens
         self.write()
         self.announce()
 
     def write(self) -> None:
         for position, block in enumerate(self.blocks):
-            is_complete = self.num_tokens >= min(NUM_TOKENS, (position + 1) * BLOCK_SIZE)
+            end = min(NUM_TOKENS, (position + 1) * BLOCK_SIZE)
             for layer, cache in enumerate(self.theirs.values()):
-                cache[block] = content(position, layer) if is_complete else JUNK
+                num_tokens = self.num_tokens if layer < self.num_layers else self.num_complete
+                cache[block] = content(position, layer) if num_tokens >= end else JUNK
 
     def announce(self) -> None:
         blocks, num_tokens = list(self.blocks), self.num_tokens
-        self.say(lambda: self.exporter.announce(self.now_s, "t", blocks, num_tokens))
+        num_layers = self.num_layers if self.num_layers < NUM_LAYERS else None
+        self.say(lambda: self.exporter.announce(self.now_s, "t", blocks, num_tokens, num_layers))
 
     def preempt(self) -> None:
         """Another request gets the blocks, and writes to them at once."""
@@ -99,7 +110,7 @@ class World:
     def give_back_blocks(self) -> None:
         for cache in self.theirs.values():
             cache[self.blocks] = JUNK
-        self.blocks, self.num_tokens = [], 0
+        self.blocks, self.num_tokens, self.num_complete, self.num_layers = [], 0, 0, NUM_LAYERS
 
     def finish(self) -> None:
         self.phase = "finished"
@@ -201,8 +212,8 @@ class World:
             (bool(self.copies) and self.half_copied is None, self.copy_half),
             (self.half_copied is not None, self.copy_rest),
             (self.phase == "unopened", self.open),
-            (computing and self.num_tokens < NUM_TOKENS, self.compute),
-            (computing and self.num_tokens == NUM_TOKENS, self.finish),
+            (computing and self.num_complete < NUM_TOKENS, self.compute),
+            (computing and self.num_complete == NUM_TOKENS, self.finish),
             (not self.is_opened, self.open_import),
             (self.is_opened and not self.is_placed and not self.is_cancelled, self.place),
             (True, lambda: self.wait(0.5)),
@@ -274,14 +285,15 @@ def carry_out(plan: CopyPlan) -> None:
         ctypes.memmove(target, source, length)
 
 
-NUM_WORLDS = 300
+NUM_WORLDS = 400
 
 
 @pytest.mark.parametrize("wants_first_token", [True, False], ids=["token", "exact"])
 def test_in_every_order_of_events_both_sides_close_once_and_over_true_data(link: str, wants_first_token: bool) -> None:
     for seed in range(NUM_WORLDS):
         chance = random.Random(seed)
-        world = World(link, chance.choice([0, 0, 0, 1, 2, 3]), wants_first_token)
+        first_block = chance.choice([0, 0, 0, 1, 2, 3])
+        world = World(link, first_block, wants_first_token, announces_layers=bool(seed % 2))
         try:
             for _ in range(chance.randrange(150)):
                 world.step(world.choose(chance))
@@ -301,9 +313,10 @@ def bring_to_an_end(world: World) -> None:
     assert len(world.exporter.closed) == len(world.importer.closed) == 1
 
 
+@pytest.mark.parametrize("announces_layers", [False, True], ids=["chunks", "layers"])
 @pytest.mark.parametrize("first_block", [0, 2, 3])
-def test_without_any_trouble_the_transfer_is_loaded(link: str, first_block: int) -> None:
-    world = World(link, first_block, wants_first_token=True)
+def test_without_any_trouble_the_transfer_is_loaded(link: str, first_block: int, announces_layers: bool) -> None:
+    world = World(link, first_block, wants_first_token=True, announces_layers=announces_layers)
     while not (world.exporter.closed and world.importer.closed):
         world.step(world.usual_events()[0])
     assert world.importer.closed[0].outcome == "loaded"
