@@ -85,6 +85,12 @@ class TransferConfig(ConfigNode):
     peer_lost_after_s: float = Field(default=5.0, gt=0, description="A silent rank counts as lost after this time.")
     chunk_bytes: int = Field(default=1 << 20, ge=4096, le=64 << 20, description="Bytes of one message on link `zmq`.")
     fetch_window: int = Field(default=4, ge=1, le=64, description="Messages under way per peer on link `zmq`.")
+    announce_layers: int = Field(
+        default=0,
+        ge=0,
+        description="Announce so many layers at a time during a prompt's last chunk, so that less is left to copy "
+        "when it ends. 0: announce whole chunks.",
+    )
     bind_host: str = Field(
         default="", description="Address ranks listen on (tcp). Empty: private ipc sockets, for workers on one host."
     )

@@ -27,6 +27,8 @@ class AnnounceBlocks:
     transfer_id: str
     block_ids: list[int]  # every block so far, in token order
     num_tokens: int
+    is_last: bool = False
+    """The prompt ends with this step."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class PlaceImport:
 
 @dataclass
 class StepOrders:
-    """Orders of one step. All but `announcements` are carried out before the forward pass."""
+    """Orders of one step. All but `announcements` are carried out before the forward pass, and those after it, or, of
+    prompts that end, within it as layers are computed."""
 
     open_exports: list[OpenExport] = field(default_factory=list)
     restart_exports: list[str] = field(default_factory=list)

@@ -7,7 +7,7 @@ proxy: a producer's reply then carries the `kv_transfer_params` to send to a con
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvtransfer import vllm_seeded_chunks
 from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.step_orders import ClosedRequest, StepOrders
@@ -122,8 +123,17 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         known = {setting.name for setting in dataclasses.fields(EndpointSettings)}
         settings = {name: value for name, value in self._settings.items() if name in known}
         caches = probe(kv_caches, self._kv_cache_config.num_blocks, facts)
+        groups = self._layer_groups(caches.layout.layer_names)
         self._endpoint = RankEndpoint(EndpointSettings(rank=rank, **settings), caches)
-        self._rank = RankSide(self._endpoint, self._endpoint.compute_fence(_compute_stream))
+        self._rank = RankSide(self._endpoint, self._endpoint.compute_fence(_compute_stream), groups)
+
+    def _layer_groups(self, layer_names: Sequence[str]) -> LayerGroups:
+        layers_per_group = int(self._settings.get("announce_layers", 0))
+        if layers_per_group > 0 and self._vllm_config.parallel_config.use_ubatching:
+            # `save_kv_layer` would be called for the first micro-batch, before the layer is computed for the others.
+            log.warning("layers_not_announced reason=the_engine_computes_in_micro_batches")
+            layers_per_group = 0
+        return LayerGroups(layer_names, layers_per_group)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         return RankHandshake(self._endpoint.address, self._endpoint.epoch) if self._endpoint else None
@@ -141,7 +151,8 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """No request runs before all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are announced per step, when all layers are computed."""
+        if self._rank is not None:
+            self._rank.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         if self._rank is not None:

@@ -2,7 +2,10 @@
 
 Internals of vLLM 0.32 this relies on: `finished_sending` may name a request only after its
 `request_finished` returned True, `finished_recving` only one that the scheduler parked on blocks; either
-exactly once (vLLM asserts both).
+exactly once (vLLM asserts both). `save_kv_layer` is called within the forward pass, in the engine's thread, after the
+attention of a layer, when the step's keys and values of that layer are written: eagerly, compiled, and between
+piecewise CUDA graphs, but not where attention itself is replayed in a CUDA graph. Where it is not called, blocks are
+announced after the forward pass. With micro-batches it is called before the layer is complete.
 """
 
 import logging
@@ -10,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtransfer.compute_fence import ComputeFence, FencedCalls, NoFence
+from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.rank_endpoint import RankEndpoint
-from kvtransfer.step_orders import ClosedRequest, StepOrders
+from kvtransfer.step_orders import AnnounceBlocks, ClosedRequest, StepOrders
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -33,12 +37,18 @@ class RankSide:
     """Lives in the rank's engine thread; the endpoint's threads do all waiting and copying.
 
     `fence` tells when the engine's computation is in memory. Blocks are announced, and places for imports given, only
-    behind it: the forward pass of this step may still be writing the ones, those before it using the others.
+    behind it: the forward pass of this step may still be writing the ones, those before it using the others. `groups`
+    tells when some layers of a prompt's last chunk are to be announced before the others are computed.
     """
 
-    def __init__(self, endpoint: RankEndpoint, fence: ComputeFence | None = None) -> None:
+    def __init__(
+        self, endpoint: RankEndpoint, fence: ComputeFence | None = None, groups: LayerGroups | None = None
+    ) -> None:
         self._endpoint = endpoint
         self._fenced = FencedCalls(fence or NoFence())
+        self._groups = groups or LayerGroups()
+        self._last_chunks: list[AnnounceBlocks] = []
+        """Prompts that end with the forward pass of this step."""
         self._export_requests: dict[str, str] = {}  # transfer id -> request id
         self._import_requests: dict[str, str] = {}
         self._ended_exports: set[str] = set()
@@ -87,8 +97,20 @@ class RankSide:
         for transfer_id in orders.cancel_imports:
             self._fenced.drop(transfer_id)
             endpoint.cancel_import(transfer_id)
+        if self._groups.are_wanted:
+            self._last_chunks = [ready for ready in orders.announcements if ready.is_last]
+            self._groups.restart()
+
+    def layer_computed(self, layer_name: str) -> None:
+        """Within the forward pass: the step's keys and values of this layer are written, or will be by the stream."""
+        if not self._last_chunks or not (num_layers := self._groups.computed(layer_name)):
+            return
+        for ready in self._last_chunks:
+            announce = partial(self._endpoint.announce, ready.transfer_id, ready.block_ids, ready.num_tokens)
+            self._fenced.call(ready.transfer_id, partial(announce, num_layers))
 
     def after_forward(self, orders: StepOrders) -> None:
+        self._last_chunks = []
         for ready in orders.announcements:
             announce = partial(self._endpoint.announce, ready.transfer_id, ready.block_ids, ready.num_tokens)
             self._fenced.call(ready.transfer_id, announce)

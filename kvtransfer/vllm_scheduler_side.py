@@ -192,9 +192,9 @@ class SchedulerSide:
         if num_ready <= export.num_announced:
             return
         export.num_announced = num_ready
-        orders.announcements.append(
-            AnnounceBlocks(export.params.transfer_id, self._prompt_blocks(request_id, num_ready), num_ready)
-        )
+        block_ids = self._prompt_blocks(request_id, num_ready)
+        is_last = num_ready == export.num_prompt_tokens
+        orders.announcements.append(AnnounceBlocks(export.params.transfer_id, block_ids, num_ready, is_last))
 
     def _prompt_blocks(self, request_id: str, num_tokens: int) -> list[int]:
         assert self._kv_cache is not None

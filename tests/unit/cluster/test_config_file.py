@@ -81,6 +81,7 @@ def test_an_unknown_field_is_named_with_the_one_that_was_meant(override: str, fi
         ("pools.prefill.replicas=-1", "pools.prefill.replicas", "-1"),
         ("transfer.links=[pigeon]", "transfer.links.0", "pigeon"),
         ("transfer.links=[]", "transfer.links", "[]"),
+        ("transfer.announce_layers=-1", "transfer.announce_layers", "-1"),
         ("scheduling.remote_prefill_min_tokens=0", "scheduling.remote_prefill_min_tokens", "0"),
         ("scheduling.on_no_prefill=wait", "scheduling.on_no_prefill", "wait"),
         ("engine=3", "engine", "3"),

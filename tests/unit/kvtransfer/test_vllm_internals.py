@@ -1,11 +1,17 @@
 """Fails loudly when the vLLM internals under the connector and the worker host move."""
 
 import inspect
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import vllm
+from vllm.config import ParallelConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.core.block_pool import BlockPool
@@ -15,7 +21,8 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvtransfer.vllm_connector import TwinpoolConnector
+from kvtransfer.step_orders import StepOrders
+from kvtransfer.vllm_connector import StepMetadata, TwinpoolConnector
 
 PINNED = "0.32.0"
 
@@ -111,3 +118,67 @@ def test_ranks_hold_heads_as_vllm_deals_them_out() -> None:
 def test_the_processor_decides_how_cpu_attention_fills_a_block() -> None:
     assert "vec" in inspect.getsource(_get_attn_isa)
     assert list(inspect.signature(_get_attn_isa).parameters) == ["dtype", "block_size", "head_size", "kv_cache_dtype"]
+
+
+class Layer:
+    """An attention layer without attention, and the connector's rank side, in one diary."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.diary: list[str] = []
+        self.kv_cache = torch.zeros(1)
+        self.impl = SimpleNamespace(forward=lambda *_, **__: self.diary.append("attention"))
+
+    def layer_computed(self, layer_name: str) -> None:
+        self.diary.append(layer_name)
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, *, is_bound: bool) -> None:
+        connector = object.__new__(TwinpoolConnector)
+        connector._rank = self
+        connector._connector_metadata = StepMetadata(StepOrders()) if is_bound else None
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        context = ForwardContext(
+            no_compile_layers={self.name: self}, attn_metadata={self.name: object()}, slot_mapping={}
+        )
+        with override_forward_context(context):
+            name: Any = attention._encode_layer_name(self.name)
+            torch.ops.vllm.unified_attention_with_output(*torch.zeros(4, 1), name)
+
+
+def test_the_hook_of_a_layer_is_called_with_its_name_after_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own operator, as its attention layers call it on every platform with paged caches."""
+    layer = Layer("model.layers.3.self_attn.attn")
+    layer.run(monkeypatch, is_bound=True)
+    assert layer.diary == ["attention", "model.layers.3.self_attn.attn"]
+
+
+def test_the_hook_is_not_called_outside_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warming up and capturing CUDA graphs bind no orders."""
+    layer = Layer("model.layers.3.self_attn.attn")
+    layer.run(monkeypatch, is_bound=False)
+    assert layer.diary == ["attention"]
+
+
+def test_keys_and_values_are_in_the_cache_before_the_hook_is_called() -> None:
+    """Either attention itself writes them, or they are written right before it."""
+    for source in (
+        inspect.getsource(attention.Attention.forward),
+        inspect.getsource(mla_attention.MLAAttention.forward),
+    ):
+        names = ("unified_kv_cache_update(", "unified_attention_with_output(")
+        if "unified_mla" in source:
+            names = ("unified_mla_kv_cache_update(", "unified_mla_attention_with_output(")
+        assert 0 < source.index(names[0]) < source.index(names[1])
+
+
+def test_the_hook_stays_outside_of_cuda_graphs_between_pieces() -> None:
+    for module, name in (
+        (attention, "unified_attention_with_output"),
+        (mla_attention, "unified_mla_attention_with_output"),
+    ):
+        decorated = f"@eager_break_during_capture\n@maybe_transfer_kv_layer\ndef {name}("
+        assert decorated in inspect.getsource(module)
+
+
+def test_micro_batches_can_be_told() -> None:
+    assert isinstance(ParallelConfig.use_ubatching, property)

@@ -1,8 +1,9 @@
 """What the engine's thread tells its endpoint, when its computation is in memory only some time later."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.step_orders import AbortExport, AnnounceBlocks, FinishExport, OpenImport, PlaceImport, StepOrders
 from kvtransfer.vllm_rank_side import RankSide
@@ -34,15 +35,21 @@ class LateFence:
         self._waiting.clear()
 
 
-class Side:
-    def __init__(self) -> None:
-        self.endpoint, self.fence = RecordingEndpoint(), LateFence()
-        self._side = RankSide(cast(RankEndpoint, self.endpoint), self.fence)
+LAYERS = ("layer 0", "layer 1", "layer 2")
 
-    def step(self, **orders: Any) -> list[str]:
-        """One engine step; what the endpoint has been told by its end."""
+
+class Side:
+    def __init__(self, announce_layers: int = 0) -> None:
+        self.endpoint, self.fence = RecordingEndpoint(), LateFence()
+        groups = LayerGroups(LAYERS, announce_layers)
+        self._side = RankSide(cast(RankEndpoint, self.endpoint), self.fence, groups)
+
+    def step(self, layers: Sequence[str] = (), **orders: Any) -> list[str]:
+        """One engine step in which the hook is called for `layers`; what the endpoint has been told by its end."""
         step = StepOrders(**orders)
         self._side.before_forward(step)
+        for layer in layers:
+            self._side.layer_computed(layer)
         self._side.after_forward(step)
         return [str(call[0]) for call in self.endpoint.calls]
 
@@ -90,5 +97,61 @@ def test_a_cancelled_import_gets_no_place_any_more() -> None:
     side = Side()
     side.step(place_imports=[PlaceImport("t", 0, [5, 6], awaited=True)])
     assert side.step(cancel_imports=["t"]) == ["cancel_import"]
+    side.fence.compute()
+    assert len(side.endpoint.calls) == 1
+
+
+LAST = AnnounceBlocks("t", [1, 2], 8, is_last=True)
+ANNOUNCED_OTHER = AnnounceBlocks("u", [3], 4)
+
+
+def test_layers_of_a_prompts_last_chunk_are_announced_as_they_are_computed() -> None:
+    side = Side(announce_layers=2)
+    side.step(LAYERS, announcements=[LAST, ANNOUNCED_OTHER])
+    assert side.endpoint.calls == []
+    side.fence.compute()
+    assert side.endpoint.calls == [
+        ("announce", "t", [1, 2], 8, 2),
+        ("announce", "t", [1, 2], 8, 3),
+        ("announce", "t", [1, 2], 8),
+        ("announce", "u", [3], 4),
+    ]
+
+
+def test_without_the_option_blocks_are_announced_when_all_layers_are_computed() -> None:
+    side = Side()
+    side.step(LAYERS, announcements=[LAST])
+    side.fence.compute()
+    assert side.endpoint.calls == [("announce", "t", [1, 2], 8)]
+
+
+def test_an_engine_that_never_calls_the_hook_announces_after_the_forward_pass() -> None:
+    side = Side(announce_layers=1)
+    side.step(announcements=[LAST])
+    side.fence.compute()
+    assert side.endpoint.calls == [("announce", "t", [1, 2], 8)]
+
+
+def test_layers_of_the_step_before_are_not_taken_for_those_of_this_one() -> None:
+    side = Side(announce_layers=2)
+    side.step(LAYERS[:1], announcements=[AnnounceBlocks("u", [3], 4, is_last=True)])
+    side.step(LAYERS[1:], announcements=[LAST])
+    side.fence.compute()
+    assert side.endpoint.calls == [("announce", "u", [3], 4), ("announce", "t", [1, 2], 8)]
+
+
+def test_a_layer_after_the_end_of_a_step_announces_nothing() -> None:
+    side = Side(announce_layers=1)
+    side.step(announcements=[LAST])
+    side.fence.compute()
+    side._side.layer_computed(LAYERS[0])
+    side.fence.compute()
+    assert side.endpoint.calls == [("announce", "t", [1, 2], 8)]
+
+
+def test_a_preempted_prefill_does_not_announce_the_layers_it_gave_up() -> None:
+    side = Side(announce_layers=1)
+    side.step(LAYERS, announcements=[LAST])
+    assert side.step(restart_exports=["t"]) == ["restart_export"]
     side.fence.compute()
     assert len(side.endpoint.calls) == 1

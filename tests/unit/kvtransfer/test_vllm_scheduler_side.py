@@ -106,6 +106,7 @@ def test_each_chunk_announces_the_blocks_computed_so_far(side: SchedulerSide, ca
     assert [(o.block_ids, o.num_tokens) for o in first.announcements] == [([11, 12], 6)]
     assert second.open_exports == []
     assert [(o.block_ids, o.num_tokens) for o in second.announcements] == [([11, 12, 13], 10)]
+    assert [o.is_last for o in (*first.announcements, *second.announcements)] == [False, True]
 
 
 def test_a_prefix_cached_on_the_prefill_worker_is_announced_with_the_first_chunk(
