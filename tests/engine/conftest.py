@@ -78,10 +78,20 @@ def cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def zmq_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
-    """1P1D over link `zmq`, every prompt prefilled remotely, with an API key and vLLM's token-level routes."""
-    config = cluster_config(model_path, free_port(), transfer={"links": ["zmq"]})
+    """1P1D over link `zmq`, every prompt prefilled remotely, with an API key and vLLM's token-level routes.
+
+    P announces layers of the last chunk; the cluster over `host` does not, as is the default.
+    """
+    config = cluster_config(model_path, free_port(), transfer={"links": ["zmq"], "announce_layers": 6})
     config["server"]["options"] |= {"api_key": "sesame", "enable_scale_out": True}
     yield from _serve("cluster-zmq", config, log_dir)
+
+
+@pytest.fixture(scope="module")
+def layers_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
+    """As `cluster`, with a P that announces layers of the last chunk."""
+    transfer = {"links": ["host"], "announce_layers": 6}
+    yield from _serve("cluster-layers", cluster_config(model_path, free_port(), transfer=transfer), log_dir)
 
 
 def _serve(name: str, config: dict[str, Any], log_dir: Path) -> Iterator[Server]:

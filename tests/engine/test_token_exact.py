@@ -8,7 +8,7 @@ from lab.server_process import Server
 from tests.engine.conftest import PromptMaker
 from tests.engine.golden import Golden
 from tests.engine.observed import Moved, worker
-from tests.engine.servers import BLOCK, PREFILL_BLOCKS, http, reset_prefix_caches
+from tests.engine.servers import BLOCK, CONTEXT, PREFILL_BLOCKS, http, reset_prefix_caches
 from tests.engine.token_cases import CROWD, TOKEN_CASES, TokenCase, TokenReply, generate
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
@@ -18,6 +18,8 @@ KV_BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * BLOCK
 TIE = 0.25
 """bf16 logits of this size come in steps of an eighth: two steps may be rounding."""
 EDGES = [case for case in TOKEN_CASES if case.num_tokens in (129, 193, 256, 257, 385, 577)]
+LAST_CHUNKS = [case for case in TOKEN_CASES if case.num_tokens in (1, 128, 193, 384, 700, CONTEXT - 2)]
+"""Of one token, one block, a chunk and one token, whole chunks, and with a rest of a block at the end."""
 
 
 def _blocks(num_tokens: int) -> int:
@@ -74,6 +76,14 @@ def test_tokens_over_link_zmq_are_a_single_engines(
 ) -> None:
     prompt = make_prompt(case.seed, case.num_tokens)
     _cold_then_warm(zmq_cluster, "zmq", case, golden, prompt, stream_first=True)
+
+
+@pytest.mark.parametrize("case", LAST_CHUNKS, ids=lambda case: case.name)
+def test_tokens_over_link_host_are_a_single_engines_when_layers_are_announced(
+    case: TokenCase, golden: Golden, layers_cluster: Server, make_prompt: PromptMaker
+) -> None:
+    prompt = make_prompt(case.seed, case.num_tokens)
+    _cold_then_warm(layers_cluster, "host", case, golden, prompt, stream_first=False)
 
 
 @pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
