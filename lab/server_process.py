@@ -1,7 +1,8 @@
 """Starts and stops a server under measurement, with everything that it starts in turn.
 
 A server runs in a session of its own with a mark in its environment, so that the processes it leaves behind
-can be found whatever became of their parents. Only marked processes are ever signalled.
+can be found whatever became of their parents. Only marked processes are ever signalled. A watchdog ends it when
+this process is killed.
 """
 
 import contextlib
@@ -10,11 +11,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cluster import watchdog
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TWINPOOL_LAB_MARK"
@@ -93,6 +97,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._watchdog = _watch(self.process.pid)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
@@ -145,3 +150,20 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
+        if self._watchdog.poll() is None:
+            self._watchdog.communicate(f"-{self.process.pid}\n".encode(), timeout=10)
+
+
+def _watch(group: int) -> "subprocess.Popen[bytes]":
+    """The process that ends this group when our end of its standard input closes, however that happens."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", watchdog.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(f"+{group}\n".encode())
+    process.stdin.flush()
+    return process
