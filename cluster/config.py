@@ -91,6 +91,10 @@ class TransferConfig(ConfigNode):
         description="Announce so many layers at a time during a prompt's last chunk, so that less is left to copy "
         "when it ends. 0: announce whole chunks.",
     )
+    verify: Literal["off", "sample", "all"] = Field(
+        default="off",
+        description="Compare checksums of copied blocks with the prefill worker's: none, one of eight, or every one.",
+    )
     bind_host: str = Field(
         default="", description="Address ranks listen on (tcp). Empty: private ipc sockets, for workers on one host."
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.lease import COMPUTING_STATES, READABLE_STATES, IllegalTransition, Lease
-from kvtransfer.messages import Attach, Done, Fetch, FromExporter, Ready
+from kvtransfer.messages import Attach, Check, Done, Fetch, FromExporter, Ready
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,14 @@ class Export:
             messages.append(Ready(self.transfer_id, self._attempt, len(self._block_ids), [], *self._begun))
         return [*messages, self._done] if self._done else messages
 
-    def is_over(self, fetch: Fetch) -> bool:
-        """The fetch belongs to an earlier attempt, or the export was called off."""
-        return fetch.attempt < self._attempt or self.lease.state not in READABLE_STATES
+    @property
+    def is_done(self) -> bool:
+        """The prefill has ended: its blocks will not be written again."""
+        return self._done is not None
+
+    def is_over(self, asked: Fetch | Check) -> bool:
+        """What is asked for belongs to an earlier attempt, or the export was called off."""
+        return asked.attempt < self._attempt or self.lease.state not in READABLE_STATES
 
     def names_all(self, block_ids: Sequence[int]) -> bool:
         return self._block_id_set.issuperset(block_ids)

@@ -13,6 +13,7 @@ from kvtransfer.layout import CacheLayout
 from kvtransfer.messages import Done, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, Source
 from kvtransfer.resharding.shares import Units
+from kvtransfer.verification.block_checks import BlockChecks, Comparison
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Import:
         wants_first_token: bool,
         opened_s: float,
         source: Source = ONLY_SOURCE,
+        verify: str = "off",
     ) -> None:
+        """`verify`: one of `VERIFY_MODES`; blocks count only when those that it names were compared."""
         self.transfer_id = transfer_id
         self.source = source
         self.num_tokens = num_tokens
@@ -77,6 +80,7 @@ class Import:
         self.is_cancelled = False
         self.link = ""
         self._units = Units(layout.block_size, layout.layer_bytes)
+        self._checks = BlockChecks(verify, transfer_id)
         self._first_token: int | None = None
         self._failure: tuple[str, str] | None = None
         self.attempt = 0
@@ -241,6 +245,34 @@ class Import:
                 self._num_missing -= piece.num_layers
             self._note_if_loaded(now_s)
 
+    @property
+    def wants_check(self) -> bool:
+        """All blocks are here, and some are to be compared with the exporter's next."""
+        return self._checks.is_wanted and not self.is_over
+
+    def next_check(self, max_bytes: int, max_blocks: int) -> Comparison:
+        """What to compare next; at least one block."""
+        indexes = self._checks.next(max(1, min(max_blocks, max_bytes // self._units.block_bytes)))
+        targets = self._target_ids or []
+        return Comparison(
+            tuple(indexes),
+            tuple(self._source_ids[self._first_unit + index] for index in indexes),
+            tuple(targets[index] for index in indexes),
+        )
+
+    def compared(self, comparison: Comparison, theirs: Sequence[int], ours: Sequence[int], now_s: float) -> None:
+        """The checksums of these blocks, there and here."""
+        self._checks.compared(comparison.indexes, theirs, ours)
+        bad = self._checks.first_bad
+        if bad and self._checks.is_over:
+            position = self._first_unit + bad.index
+            self.fail(
+                "checksum",
+                f"block {position} of the prompt is not what the exporter has: checksum {bad.ours:08x} here and "
+                f"{bad.theirs:08x} there",
+            )
+        self._note_if_loaded(now_s)
+
     def closing(self) -> ClosedImport | None:
         """How it ended, or None while it has not."""
         if self.in_flight or not (self.is_placed or self.is_cancelled):
@@ -291,17 +323,22 @@ class Import:
         self._num_missing = sum(self._layers_missing)
 
     def _note_if_loaded(self, now_s: float) -> None:
-        """Data counts only once `Done` confirms its attempt: the exporter may be preempted while we copy."""
+        """Data counts only once `Done` confirms its attempt: the exporter may be preempted while we copy. What is to be
+        verified must have been, too.
+        """
         is_complete = self._target_ids == [] or (self._done is not None and self.is_placed)
         if is_complete and not self._num_missing and not self._failure and self._loaded_s is None:
-            self._loaded_s = now_s
+            self._checks.begin(len(self._target_ids or ()))
+            if self._checks.is_over:
+                self._loaded_s = now_s
 
     def _closed(self, outcome: str) -> ClosedImport:
         kind, reason = self._failure or ("", "")
         bad: dict[int, None] = {}
         if not self.has_blocks:
-            for unit_id, missing in zip(self._target_ids or (), self._layers_missing, strict=True):
-                if missing or self._done is None:
+            units = zip(self._target_ids or (), self._layers_missing, strict=True)
+            for index, (unit_id, missing) in enumerate(units):
+                if missing or self._done is None or not self._checks.is_good(index):
                     bad[unit_id // self._units.importer_per_block] = None
         done_s, loaded_s = self._done_s, self._loaded_s
         return ClosedImport(

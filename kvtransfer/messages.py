@@ -15,7 +15,9 @@ struct in one frame, except `Blocks`, whose payload follows in a second frame. T
                <------------------------------ Blocks     on zmq, with the bytes
                <------------------------------ Sending    on nccl: the bytes come through the communicator
                <------------------------------ Done       prefill finished; carries the first token
-    Release    ------------------------------>            everything needed was copied
+    Check      ------------------------------>            only if the importer verifies: once it has all blocks
+               <------------------------------ Checksums  of those blocks
+    Release    ------------------------------>            everything needed was copied, and is as it should be
     Beat       ------------------------------>            every few seconds, renews all leases held
                <------------------------------ BeatAck
     Failed     <----------------------------->            either side gives up; the other must stop
@@ -228,6 +230,30 @@ class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     num_bytes: int
 
 
+class Check(msgspec.Struct, tag="check", frozen=True):
+    """Importer to exporter, after `Done`: send the checksums of these blocks as the prefill left them.
+
+    One at a time per transfer. The lease keeps the blocks as they are until the release, so an importer that gets an
+    answer and still holds the lease compares with what it was meant to copy.
+    """
+
+    transfer_id: str
+    attempt: int
+    """Of the `Done`."""
+    check_id: int
+    block_ids: list[int]
+    """The exporter's ids, or those of units, as in `Fetch`; at most `MAX_CHECK_BLOCKS`."""
+
+
+class Checksums(msgspec.Struct, tag="checksums", frozen=True):
+    """Exporter to importer, answer to `Check`. See `verification.checksums` for what they are computed over."""
+
+    transfer_id: str
+    check_id: int
+    values: list[int]
+    """One CRC-32 per block, over all layers of what the pair shares of it."""
+
+
 class Release(msgspec.Struct, tag="release", frozen=True):
     """Importer to exporter: nothing more will be read. The exporter may free the blocks."""
 
@@ -257,9 +283,30 @@ class BeatAck(msgspec.Struct, tag="beat_ack", frozen=True):
     unknown_ids: list[str]
 
 
-FAILURE_KINDS = ("transport", "lease_expired", "refused", "mismatch", "aborted", "peer_lost", "unknown_transfer")
+FAILURE_KINDS = (
+    "transport",
+    "lease_expired",
+    "refused",
+    "mismatch",
+    "aborted",
+    "peer_lost",
+    "unknown_transfer",
+    "checksum",
+)
+MAX_CHECK_BLOCKS = 4096
 
-FromImporter = Hello | Attach | Fetch | Release | Failed | Beat | CommRequest | CommBroken
+FromImporter = Hello | Attach | Fetch | Check | Release | Failed | Beat | CommRequest | CommBroken
 FromExporter = (
-    Welcome | Refused | Attached | Ready | Done | Blocks | Failed | BeatAck | CommOffer | CommBroken | Sending
+    Welcome
+    | Refused
+    | Attached
+    | Ready
+    | Done
+    | Blocks
+    | Checksums
+    | Failed
+    | BeatAck
+    | CommOffer
+    | CommBroken
+    | Sending
 )

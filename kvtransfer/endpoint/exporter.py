@@ -23,6 +23,7 @@ from kvtransfer.messages import (
     Attached,
     Beat,
     BeatAck,
+    Check,
     CommBroken,
     CommRequest,
     Failed,
@@ -37,6 +38,8 @@ from kvtransfer.messages import (
 )
 from kvtransfer.resharding.pairing import differing_fields
 from kvtransfer.resharding.shares import NotShareable
+from kvtransfer.verification.check_thread import CheckResult
+from kvtransfer.verification.exporter_side import ExportChecks
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -79,6 +82,7 @@ class Exporter:
         self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
         self.nccl = NcclExports(settings, cache, self._is_wanted, self._importers)
+        self.checks = ExportChecks()
 
     @property
     def num_open(self) -> int:
@@ -162,6 +166,10 @@ class Exporter:
                 self._attach(now_s, importer, message)
             case Fetch():
                 self._queue(importer, message)
+            case Check(transfer_id):
+                export = self._exports.get(transfer_id)
+                if export is not None and importer in export.lease.importers:
+                    self.checks.asked(importer, self._importers[importer], export, message)
             case Release(transfer_id):
                 self._release(importer, transfer_id)
             case Failed(transfer_id, kind, reason):
@@ -196,7 +204,10 @@ class Exporter:
         known = self._importers.get(importer)
         return known.regions(fetch.first_layer, fetch.num_layers) if known else ()
 
-    # What the device's thread says.
+    # What the check thread and the device's thread say.
+
+    def checked(self, result: CheckResult) -> None:
+        self.outbox += self.checks.computed(result, self._is_wanted)
 
     def nccl_event(self, event: NcclEvent) -> None:
         self.nccl.event(event)
@@ -362,9 +373,9 @@ class Exporter:
     def _can_serve(self, importer: bytes) -> bool:
         return not (self.sends_through_nccl(importer) and self.nccl.pairs.is_busy(importer))
 
-    def _is_wanted(self, importer: bytes, fetch: Fetch) -> bool:
-        export = self._exports.get(fetch.transfer_id)
-        return export is not None and importer in export.lease.importers and not export.is_over(fetch)
+    def _is_wanted(self, importer: bytes, asked: Fetch | Check) -> bool:
+        export = self._exports.get(asked.transfer_id)
+        return export is not None and importer in export.lease.importers and not export.is_over(asked)
 
     def _follow_nccl(self) -> None:
         for importer in self.nccl.take_broken():

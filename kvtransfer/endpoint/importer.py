@@ -18,9 +18,11 @@ from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS
-from kvtransfer.messages import FAILURE_KINDS, Attached, Blocks, Done, Failed, FromExporter, Ready
+from kvtransfer.messages import FAILURE_KINDS, Attached, Blocks, Checksums, Done, Failed, FromExporter, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, UnevenHeads
 from kvtransfer.sharded_import import ShardedImport, sources_of
+from kvtransfer.verification.check_thread import CheckResult
+from kvtransfer.verification.importer_side import ImportChecks
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -55,6 +57,7 @@ class Importer:
         self.lost = self._exporters.lost
         self.mappings = self._exporters.mappings
         self.nccl = self._exporters.nccl
+        self.checks = ImportChecks()
         self.copies: list[CopyJob] = []
         self.closed: list[ClosedImport] = []
         self.failures: Counter[str] = Counter()
@@ -107,7 +110,8 @@ class Importer:
         shards = []
         for source in sources:
             wants_token = wants_first_token and source.num_heads > 0
-            shards.append(Import(transfer_id, layout, num_tokens, prompt_hash, wants_token, now_s, source))
+            verify = self._settings.verify
+            shards.append(Import(transfer_id, layout, num_tokens, prompt_hash, wants_token, now_s, source, verify))
         self._imports[transfer_id] = ShardedImport(shards)
         early_token = self._early_tokens.pop(transfer_id, None)
         for opened in shards:
@@ -164,6 +168,9 @@ class Importer:
         match message:
             case Blocks():
                 self._arrived(now_s, peer, message, payload or memoryview(b""))
+            case Checksums():
+                if reader := self.checks.answered(now_s, key, message):
+                    self._settle(reader)
             case Failed(transfer_id, kind, reason):
                 if failed := peer.imports.get(transfer_id):
                     self._fail(failed, kind if kind in FAILURE_KINDS else "transport", reason)
@@ -180,7 +187,7 @@ class Importer:
         """The memory of an exporter is mapped, or cannot be for that reason."""
         self._exporters.mapped(now_s, key, layers, reason)
 
-    # What the copy thread and the device's thread say.
+    # What the copy thread, the check thread and the device's thread say.
 
     def copied(self, result: CopyResult) -> None:
         piece = result.job.piece
@@ -191,6 +198,10 @@ class Importer:
             reader.fail("lease_expired", "the copy ended after the exporter's lease")
         self._ended(reader, piece, result.job.link, result.ended_s, result.copy_s, is_valid=not reader.is_over)
         self._settle(reader)
+
+    def checked(self, now_s: float, result: CheckResult) -> None:
+        if reader := self.checks.computed(now_s, result):
+            self._settle(reader)
 
     def nccl_event(self, now_s: float, event: NcclEvent) -> None:
         def on_ended(key: PeerKey, ended: EndedPiece) -> None:
@@ -227,9 +238,13 @@ class Importer:
                 CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link, peer.target_regions(piece))
             )
         exporters.collect_nccl_messages()
+        self.outbox += self.checks.pump(now_s)
 
     def sweep(self, now_s: float) -> None:
         self._exporters.sweep(now_s)
+        stalled_s = self._settings.stalled_after_s
+        for reader in self.checks.stalled(now_s, stalled_s):
+            self._fail(reader, "transport", f"a check had no answer for {stalled_s:g} s")
 
     def _progress(self, now_s: float, peer: ExporterPeer, told: Import, message: Attached | Ready | Done) -> None:
         match message:
@@ -273,13 +288,13 @@ class Importer:
 
     def _settle(self, settled: Import) -> None:
         """Let go of exporters of which nothing is wanted, and close the import once all of it is over."""
-        self._exporters.let_go(settled)
+        self._let_go(settled)
         transfer_id = settled.transfer_id
         whole = self._imports.get(transfer_id)
         if whole is None or settled not in whole.shards:
             return
         for other in whole.share_news(settled):
-            self._exporters.let_go(other)
+            self._let_go(other)
         if closed := whole.closing():
             del self._imports[transfer_id]
             self.closed.append(closed)
@@ -290,3 +305,7 @@ class Importer:
                 transfer_id, closed.outcome, closed.failure_kind, closed.reason, closed.link, closed.bytes_moved,
                 closed.done_to_loaded_s,
             )  # fmt: skip
+
+    def _let_go(self, settled: Import) -> None:
+        self._exporters.let_go(settled)
+        self.checks.follow(settled, self._exporters.of(settled))

@@ -29,6 +29,7 @@ from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import BlockMemory, HostMemory
 from kvtransfer.messages import Blocks, Fetch
+from kvtransfer.verification.check_thread import CheckThread
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -88,6 +89,10 @@ class EndpointLoop:
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
         self._copier: Copier = gpu or CopyThread(f"kv-copy-{settings.rank}", self.wakeup.set)
+        open_memory = gpu.open_memory if gpu else lambda: HostMemory(settings.chunk_bytes)
+        self._checker = CheckThread(
+            f"kv-check-{settings.rank}", open_memory, settings.chunk_bytes, on_result=self.wakeup.set
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
@@ -217,6 +222,14 @@ class EndpointLoop:
             raise RuntimeError(f"the copy thread of rank {self._settings.rank} died") from self._copier.error
         while self._copier.results:
             self.importer.copied(self._copier.results.popleft())
+        if self._checker.error:
+            raise RuntimeError(f"the check thread of rank {self._settings.rank} died") from self._checker.error
+        while self._checker.results:
+            result = self._checker.results.popleft()
+            if result.job.importer is None:
+                self.importer.checked(now_s, result)
+            else:
+                self.exporter.checked(result)
         if self._gpu:
             self._collect_from_gpu(self._gpu, now_s)
 
@@ -270,6 +283,8 @@ class EndpointLoop:
                 peer.close(linger_ms=0)
         for job in self.importer.copies:
             self._copier.submit(job)
+        for check in (*self.importer.checks.jobs, *self.exporter.checks.jobs):
+            self._checker.submit(check)
         for key, from_us in self.importer.outbox[:]:
             if peer := self._peer(key):
                 peer.socket.send(encode(from_us))
@@ -280,6 +295,7 @@ class EndpointLoop:
         for done in (
             self.importer.lost, self.importer.copies, self.importer.outbox, self.importer.closed,
             self.exporter.outbox, self.exporter.closed, self.exporter.started,
+            self.importer.checks.jobs, self.exporter.checks.jobs,
         ):  # fmt: skip
             done.clear()
         if exports or imports:
@@ -316,6 +332,8 @@ class EndpointLoop:
     def _close(self, linger_ms: int) -> None:
         if not self._copier.close(timeout_s=1.0):
             log.error("copy_thread_stuck rank=%d", self._settings.rank)
+        if not self._checker.close(timeout_s=1.0):
+            log.error("check_thread_stuck rank=%d", self._settings.rank)
         for peer in self._peers.values():
             peer.close(linger_ms)
         for pidfd in self._pidfds:

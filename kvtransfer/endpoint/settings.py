@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvtransfer.layout import CacheLayout
 from kvtransfer.links.negotiation import LINKS
+from kvtransfer.verification.block_checks import VERIFY_MODES
 
 MAX_FETCH_BYTES = 64 << 20
 """An exporter serves no larger fetch, whatever the importer asks for."""
@@ -51,6 +52,10 @@ class EndpointSettings:
     max_communicators: int = 8
     """NCCL communicators, as exporter and again as importer; each takes 50 to 100 MB of GPU memory and two buffers."""
 
+    verify: str = "off"
+    """One of `VERIFY_MODES`: which copied blocks are compared with the exporter's before they count. Of an importer;
+    exporters answer in any case."""
+
     def staging_bytes(self, layout: CacheLayout) -> int:
         """Of each of a communicator's two staging buffers: the largest fetch on link `nccl`."""
         return min(MAX_FETCH_BYTES, max(self.chunk_bytes * STAGING_CHUNKS, *layout.layer_bytes))
@@ -59,6 +64,8 @@ class EndpointSettings:
         unknown = [link for link in self.links if link not in LINKS]
         if unknown or not self.links:
             raise ValueError(f"links is {list(self.links)}: name one or more of {list(LINKS)}, best first.")
+        if self.verify not in VERIFY_MODES:
+            raise ValueError(f"verify is {self.verify!r}: choose one of {list(VERIFY_MODES)}.")
         if self.bind.startswith("ipc://") and len(self.bind) > len("ipc://") + 100:
             raise ValueError(f"bind is {self.bind!r}: the path of an ipc socket has at most 100 characters.")
         if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:

@@ -55,6 +55,7 @@ class GpuLinks:
         self.mappings: deque[Mapping] = deque()
         self._device = device
         self._cache = cache
+        self._chunk_bytes = settings.chunk_bytes
         self._on_result = on_result
         self._look_around(settings)
         self._copier = PieceCopier(device)
@@ -79,6 +80,11 @@ class GpuLinks:
     @property
     def nccl_events(self) -> deque[NcclEvent]:
         return self._nccl.events if self._nccl else deque()
+
+    def open_memory(self) -> StagedMemory:
+        """For another thread, which will be its only user. Raises CudaUnusable."""
+        self._device.use()
+        return StagedMemory(self._device, self._chunk_bytes)
 
     def compute_fence(self, compute_stream: Callable[[], int]) -> CudaFence:
         return CudaFence(self._device, self._thread, compute_stream)

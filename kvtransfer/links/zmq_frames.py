@@ -39,6 +39,9 @@ class BlockMemory(Protocol):
     def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
         """The reverse. Raises ValueError when the payload has not the size that these blocks take."""
 
+    def close(self) -> None:
+        """Nothing is moved any more."""
+
 
 class HostMemory:
     """CPU memory."""
@@ -55,6 +58,9 @@ class HostMemory:
 
     def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
         scatter(payload, block_ids, regions)
+
+    def close(self) -> None:
+        """Nothing is held but ordinary memory."""
 
 
 def gather(block_ids: Sequence[int], regions: Sequence[Region], buffer: NDArray[np.uint8]) -> memoryview:

@@ -1,0 +1,1 @@
+"""Comparing what was copied with what the exporter has, block by block."""
