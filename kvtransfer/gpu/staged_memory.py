@@ -15,6 +15,8 @@ _MOVE_WITHIN_S = 10.0
 class StagedMemory:
     """Used by the endpoint's thread only; each call takes the time of one chunk over PCIe. Raises CudaUnusable."""
 
+    is_addressable = False
+
     def __init__(self, device: CudaDevice, max_bytes: int) -> None:
         """Takes `max_bytes` of pinned host memory, the size of the largest chunk."""
         self._device = device

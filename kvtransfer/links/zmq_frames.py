@@ -33,6 +33,9 @@ for _function in (_memmove_with_gil, _memmove_without_gil):
 class BlockMemory(Protocol):
     """Where the blocks lie. Used by one thread."""
 
+    is_addressable: bool
+    """This process can read the blocks where they lie."""
+
     def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
         """The blocks' bytes, valid until the next call."""
 
@@ -45,6 +48,8 @@ class BlockMemory(Protocol):
 
 class HostMemory:
     """CPU memory."""
+
+    is_addressable = True
 
     def __init__(self, num_bytes: int) -> None:
         """`num_bytes`: as much as is usually gathered at once."""

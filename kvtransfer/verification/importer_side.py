@@ -16,8 +16,8 @@ from kvtransfer.verification.check_thread import CheckJob, CheckResult
 
 log = logging.getLogger("twinpool.kvtransfer")
 
-_CHECK_BYTES = 16 << 20
-"""Of one comparison: some ms, after which it is another transfer's turn."""
+_CHECK_BYTES = 32 << 20
+"""Of one comparison: about 10 ms, after which it is another transfer's turn."""
 
 
 @dataclass

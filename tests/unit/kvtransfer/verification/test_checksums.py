@@ -20,6 +20,12 @@ def cache_map(shape: str = "block first") -> CacheMap:
     return probe(make_cache(0, shape), NUM_BLOCKS, FACTS)
 
 
+@pytest.fixture(params=[1, 1 << 20], ids=["in place", "gathered"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.verification.checksums._IN_PLACE_FROM_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("shape", ["block first", "K and V apart"])
 @pytest.mark.parametrize("max_bytes", [1, 300, 1000, 1 << 20])
 def test_a_checksum_covers_all_layers_of_a_block(shape: str, max_bytes: int) -> None:
@@ -30,6 +36,7 @@ def test_a_checksum_covers_all_layers_of_a_block(shape: str, max_bytes: int) -> 
     assert checksums(HostMemory(10), blocks, layers, max_bytes) == expected
 
 
+@pytest.mark.usefixtures("how")
 def test_every_byte_counts() -> None:
     cache = make_cache(0)
     layers = probe(cache, NUM_BLOCKS, FACTS).layers
@@ -45,6 +52,7 @@ def test_every_byte_counts() -> None:
     assert checksums(HostMemory(10), [3, 4], layers, 1 << 20) == before
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("theirs", "ours"), [((1, 16), (2, 16)), ((2, 16), (1, 16)), ((1, 64), (2, 32)), ((2, 8), (1, 16))]
@@ -77,6 +85,13 @@ def test_both_sides_of_a_pair_come_to_the_same_checksums(
     assert len(set(there)) == len(there)
 
 
+def test_it_makes_no_difference_whether_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = RankCache(Model(total_heads=4, head_size=64), 0, 1, 16, "LHBNC").map.layers
+    gathered = checksums(HostMemory(10), [3, 1], layers, 1 << 16)
+    monkeypatch.setattr("kvtransfer.verification.checksums._IN_PLACE_FROM_BYTES", 1)
+    assert checksums(HostMemory(10), [3, 1], layers, 1 << 16) == gathered
+
+
 def test_computing_can_be_interrupted() -> None:
     with pytest.raises(Interrupted):
         checksums(HostMemory(10), [1, 2], cache_map().layers, 100, is_interrupted=lambda: True)
@@ -84,6 +99,8 @@ def test_computing_can_be_interrupted() -> None:
 
 class Memory(HostMemory):
     """One that can be held up."""
+
+    is_addressable = False
 
     def __init__(self) -> None:
         super().__init__(10)

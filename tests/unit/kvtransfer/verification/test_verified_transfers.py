@@ -151,6 +151,7 @@ def test_many_transfers_are_verified_in_turns(cluster: Cluster, link: str) -> No
 class Gate(HostMemory):
     """Holds checksums up."""
 
+    is_addressable = False
     arrived, open = threading.Event(), threading.Event()
 
     def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
