@@ -42,7 +42,8 @@ class ImportClosed(msgspec.Struct, tag="import_closed", frozen=True):
     attached_to_done_s: float
     """From `Attach` until the exporter's `Done`: mostly the rest of the prefill."""
     done_to_loaded_s: float
-    """From `Done` until the last byte was here: what the transfer added to the hand-over."""
+    """From `Done` until the last byte was here, and verified if that is asked for: what the transfer added to the
+    hand-over."""
     copy_s: float
     """Time spent copying, over all chunks."""
 

@@ -1,10 +1,13 @@
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from cluster.config import LivenessConfig, TransferConfig
 from cluster.worker_settings import WorkerSettings, WorkerSettingsError, read_worker_settings, write_worker_settings
+from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.verification.block_checks import VERIFY_MODES
 
 
 def settings(tmp_path: Path, bind_host: str = "") -> WorkerSettings:
@@ -44,3 +47,10 @@ def test_a_document_of_another_version_is_refused_with_a_sentence(tmp_path: Path
         read_worker_settings(path)
     with pytest.raises(WorkerSettingsError, match="cannot read"):
         read_worker_settings(tmp_path / "none.json")
+
+
+def test_ranks_know_every_way_to_verify_that_can_be_configured() -> None:
+    modes = get_args(TransferConfig.model_fields["verify"].annotation)
+    assert modes == VERIFY_MODES
+    for mode in modes:
+        EndpointSettings(rank=0, bind="tcp://127.0.0.1:0", verify=TransferConfig(verify=mode).verify)

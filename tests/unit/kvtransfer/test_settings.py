@@ -16,6 +16,7 @@ from kvtransfer.endpoint.settings import EndpointSettings
         ({"fetch_window": 0}, "fetch_window is 0"),
         ({"fetch_window": 65}, "choose 1 to 64"),
         ({"peer_lost_after_s": 0}, "peer_lost_after_s is 0"),
+        ({"verify": "some"}, "verify is 'some'"),
         ({"beat_s": 20, "lease_renew_s": 20}, "a lease would end between two beats"),
     ],
 )
