@@ -279,11 +279,12 @@ def gpus(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuCluste
         yield cluster
 
 
-@pytest.mark.parametrize("link", ["cuda_ipc", "zmq"])
+@pytest.mark.parametrize("link", ["cuda_ipc", "nccl", "zmq"])
 def test_caches_on_gpus_are_compared_through_pinned_memory(
     gpus: GpuCluster, link: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exporter, importer = gpus.rank(links=(link,)), gpus.rank(links=(link,), verify="all", chunk_bytes=1 << 16)
+    exporter = gpus.rank(links=(link,))
+    importer = gpus.rank(links=(link,), verify="all", chunk_bytes=1 << 16, device=1)
     assert transfer(exporter, importer).outcome == "loaded"
     assert importer.holds(OURS, exporter, THEIRS)
 
