@@ -68,6 +68,10 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     transfer_failures: dict[str, int]
     bad_frames: int
     peers: dict[str, str]
+    bytes_out: dict[str, int] = {}
+    copy_out_s: dict[str, float] = {}
+    leases: dict[str, int] = {}
+    """By state, over all ranks: each of them holds a lease for every transfer."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
@@ -94,6 +98,7 @@ class HandoverClosed(msgspec.Struct, tag="handover_closed", frozen=True):
     attached_to_done_s: float
     done_to_loaded_s: float
     copy_s: float
+    bytes_left_at_done: int = 0
 
 
 class UtilityReply(msgspec.Struct, tag="utility_reply", frozen=True):

@@ -29,6 +29,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocks: BlockCounts = BlockCounts()
     exports_open: int = 0
     imports_open: int = 0
+    leases: dict[str, int] = {}
+    """Of exported blocks, by state: `computing`, `unwanted`, `held`, `ending`. One per transfer and rank."""
+    transfer_failures: dict[str, int] = {}
+    """That its ranks saw since its start, by kind."""
     heard_ago_s: float = 0.0
     peers: dict[str, str] = {}
     """Per peer address: the link in use and why, or the reason of a refusal."""

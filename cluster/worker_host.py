@@ -338,6 +338,9 @@ class WorkerHost:
             transfer_failures=_sum_by_key([rank.failures for rank in ranks]),
             bad_frames=self._bad_frames + self._ranks.bad_frames + sum(rank.bad_frames for rank in ranks),
             peers={address: link for rank in ranks for address, link in rank.peers.items()},
+            bytes_out=_sum_by_key([rank.bytes_out for rank in ranks]),
+            copy_out_s=_sum_by_key([rank.copy_out_s for rank in ranks]),
+            leases=_sum_by_key([rank.leases for rank in ranks]),
         )
 
 

@@ -29,7 +29,7 @@ class ExportStarted(msgspec.Struct, tag="export_started", frozen=True):
 
 
 class ImportClosed(msgspec.Struct, tag="import_closed", frozen=True):
-    """Rank 0 to host: a hand-over ended, with the times the proxy reports."""
+    """Rank 0 to host: a hand-over ended, with the times the proxy reports. Bytes are those of rank 0 alone."""
 
     transfer_id: str
     outcome: str
@@ -46,6 +46,8 @@ class ImportClosed(msgspec.Struct, tag="import_closed", frozen=True):
     hand-over."""
     copy_s: float
     """Time spent copying, over all chunks."""
+    bytes_left_at_done: int = 0
+    """Of the blocks to move, what was still to be copied at `Done`."""
 
 
 class RankStats(msgspec.Struct, tag="rank_stats", frozen=True):
@@ -63,6 +65,12 @@ class RankStats(msgspec.Struct, tag="rank_stats", frozen=True):
     bad_frames: int
     peers: dict[str, str]
     """Per peer address: the link in use and why, or the reason of a refusal."""
+    bytes_out: dict[str, int] = {}
+    """Per link, what importers said they got, when they released."""
+    copy_out_s: dict[str, float] = {}
+    """Per link, seconds these importers spent copying those bytes."""
+    leases: dict[str, int] = {}
+    """Open exports by state, see `lease.LeaseState`."""
 
 
 class PoolStats(msgspec.Struct, tag="pool_stats", frozen=True):

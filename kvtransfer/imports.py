@@ -36,6 +36,8 @@ class ClosedImport:
     attached_to_done_s: float
     done_to_loaded_s: float
     copy_s: float
+    bytes_left_at_done: int = 0
+    """What was not here yet when the exporter's `Done` came, and so could not hide behind its prefill."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Import:
         self._layers_missing: list[int] = []  # per placed unit
         self._num_missing = 0  # their sum
         self._order = FetchOrder(0, ())  # of the placed units
+        self._bytes_missing = 0
+        self._bytes_left_at_done = 0
         self._opened_s = opened_s
         self._done_s: float | None = None
         self._loaded_s: float | None = None
@@ -151,6 +155,7 @@ class Import:
             return
         self._done = message
         self._done_s = now_s
+        self._bytes_left_at_done = self._bytes_missing
         if message.first_token is not None:
             self.give_first_token(message.first_token)
         self._note_if_loaded(now_s)
@@ -187,6 +192,15 @@ class Import:
     def failure(self) -> tuple[str, str] | None:
         """Kind and reason; None as long as all goes well, or nothing is missing any more."""
         return self._failure
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._bytes_moved
+
+    @property
+    def copy_s(self) -> float:
+        """Spent copying them."""
+        return self._copy_s
 
     @property
     def is_placed(self) -> bool:
@@ -240,6 +254,7 @@ class Import:
             return
         self._bytes_moved += piece.num_bytes
         if piece.attempt == self.attempt:
+            self._bytes_missing -= piece.num_bytes
             for index in range(piece.first_index, piece.first_index + len(piece.target_ids)):
                 self._layers_missing[index] -= piece.num_layers
                 self._num_missing -= piece.num_layers
@@ -307,6 +322,8 @@ class Import:
         self._first_unit = first_block * per_block
         self._target_ids = _units_of(block_ids, per_block)[: max(0, self._num_units - self._first_unit)]
         self._void_copies()
+        if self._done:
+            self._bytes_left_at_done = self._bytes_missing
         self._note_if_loaded(now_s)
 
     def _start_over(self, attempt: int) -> None:
@@ -321,6 +338,7 @@ class Import:
         self._order = FetchOrder(len(self._target_ids or ()), self._units.layer_bytes)
         self._layers_missing = [self._units.num_layers] * len(self._target_ids or ())
         self._num_missing = sum(self._layers_missing)
+        self._bytes_missing = self._units.block_bytes * len(self._layers_missing)
 
     def _note_if_loaded(self, now_s: float) -> None:
         """Data counts only once `Done` confirms its attempt: the exporter may be preempted while we copy. What is to be
@@ -354,6 +372,7 @@ class Import:
             attached_to_done_s=0.0 if done_s is None else done_s - self._opened_s,
             done_to_loaded_s=0.0 if done_s is None or loaded_s is None else max(0.0, loaded_s - done_s),
             copy_s=self._copy_s,
+            bytes_left_at_done=self._bytes_left_at_done,
         )
 
 

@@ -258,6 +258,10 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     """Importer to exporter: nothing more will be read. The exporter may free the blocks."""
 
     transfer_id: str
+    bytes_moved: int = 0
+    """What it got of this exporter, for the exporter's statistics: it cannot see reads of its memory."""
+    copy_s: float = 0.0
+    """Spent copying them."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -76,4 +76,5 @@ def merged(closings: Sequence[ClosedImport]) -> ClosedImport:
         attached_to_done_s=max(closing.attached_to_done_s for closing in closings),
         done_to_loaded_s=max(closing.done_to_loaded_s for closing in closings),
         copy_s=sum(closing.copy_s for closing in closings),
+        bytes_left_at_done=sum(closing.bytes_left_at_done for closing in closings),
     )

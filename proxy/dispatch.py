@@ -383,6 +383,8 @@ class Dispatcher:
             gap_s = trip.lifetime.between("first_output", "second_output")
             if gap_s is not None:
                 self._metrics.second_token_seconds.observe(gap_s)
+                if leg == "decode" and trip.shape.first_token_mode:
+                    self._metrics.handover_gap_seconds.observe(gap_s)
         self._batch.append(client_output(payload, trip.request_id, leg, finished, prefill))
         if finished:
             _note(trip, "finished")

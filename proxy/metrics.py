@@ -10,6 +10,8 @@ from proxy.scheduling.place import REASONS
 
 STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BYTES = (0.0, *(float(1 << power) for power in range(14, 37, 2)))
+"""16 KiB to 64 GiB, and nothing at all."""
 
 
 class ProxyMetrics:
@@ -24,8 +26,8 @@ class ProxyMetrics:
         def gauge(name: str, help_: str, *labels: str) -> Gauge:
             return Gauge(f"twinpool_{name}", help_, labels, registry=registry)
 
-        def histogram(name: str, help_: str, *labels: str) -> Histogram:
-            return Histogram(f"twinpool_{name}", help_, labels, registry=registry, buckets=SECONDS)
+        def histogram(name: str, help_: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
+            return Histogram(f"twinpool_{name}", help_, labels, registry=registry, buckets=buckets)
 
         self.remote_prefill_tokens = counter("remote_prefill_tokens", "Prompt tokens of requests prefilled remotely.")
         self.local_prefill_tokens = counter("local_prefill_tokens", "Prompt tokens of requests served by one worker.")
@@ -33,26 +35,74 @@ class ProxyMetrics:
         self.replacements = counter("replacements", "Requests placed anew after a worker was lost.")
         self.failed = counter("requests_failed", "Requests answered with an error of the cluster.", "status", "cause")
         self.handovers = counter("handovers", "Hand-overs ended, by outcome.", "outcome")
-        self.handover_failures = counter("handover_failures", "Hand-overs that ended in recompute.", "kind")
-        self.handover_seconds = histogram("handover_seconds", "What the hand-over added after the prefill ended.")
-        self.handover_wait_seconds = histogram("handover_wait_seconds", "From attach to the end of the prefill.")
-        self.handover_copy_seconds = histogram("handover_copy_seconds", "Time spent copying blocks.", "link")
-        self.handover_bytes = counter("handover_bytes", "Bytes of KV blocks moved.", "link")
-        self.ttft_seconds = histogram("ttft_seconds", "Time to first token at the proxy.")
-        self.ttft_part_seconds = histogram("ttft_part_seconds", "Its parts, which add up to it.", "part")
-        self.second_token_seconds = histogram("second_token_seconds", "From the first to the second output.")
+        self.handover_failures = counter(
+            "handover_failures", "Hand-overs that ended in recompute, by the kind of failure that rank 0 saw.", "kind"
+        )
+        self.handover_seconds = histogram(
+            "handover_seconds", "Seconds from the end of the prefill until rank 0 of the decode worker held its blocks."
+        )
+        self.handover_wait_seconds = histogram(
+            "handover_wait_seconds", "Seconds from a decode worker's attach to the end of the prefill."
+        )
+        self.handover_copy_seconds = histogram(
+            "handover_copy_seconds", "Seconds that rank 0 spent copying the blocks of a hand-over.", "link"
+        )
+        self.handover_bytes = counter(
+            "handover_bytes", "Bytes of KV blocks moved, the share of rank 0 (all ranks: worker_bytes_in).", "link"
+        )
+        self.handover_bytes_left = histogram(
+            "handover_bytes_left",
+            "Bytes that rank 0 still had to copy when the prefill of a hand-over ended.",
+            buckets=BYTES,
+        )
+        self.handover_gap_seconds = histogram(
+            "handover_gap_seconds",
+            "Hand-off gap: seconds from token 1, of a prefill worker, to token 2, of a decode worker, at the proxy.",
+        )
+        self.ttft_seconds = histogram("ttft_seconds", "Seconds to the first token at the proxy.")
+        self.ttft_part_seconds = histogram("ttft_part_seconds", "Its parts in seconds, which add up to it.", "part")
+        self.second_token_seconds = histogram(
+            "second_token_seconds", "Seconds from the first to the second output of a request, handed over or local."
+        )
         self.worker_losses = counter("worker_losses", "Workers given up.", "kind")
         self.bad_frames = counter("bad_frames", "Frames from workers that were dropped.")
         self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
         self.workers_alive = gauge("workers_alive", "Living workers.", "role")
         self.requests_open = gauge("requests_open", "Requests in the proxy.", "stage")
-        self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker.", "worker", "state")
+        self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker; free + used + leased = total.", "worker", "state")
         self.worker_requests = gauge("worker_requests", "Requests in a worker's engine.", "worker", "state")
-        self.transfers_open = gauge("transfers_open", "Transfers open at a worker.", "worker", "side")
-        self.worker_bytes_in = gauge("worker_bytes_in", "Bytes a worker has fetched.", "worker", "link")
-        self.worker_copy_seconds = gauge("worker_copy_seconds", "Seconds spent fetching them.", "worker", "link")
-        self.transfer_failures = gauge("transfer_failures", "Transfers a worker saw fail.", "worker", "kind")
-        self.worker_bad_frames = gauge("worker_bad_frames", "Frames a worker dropped.", "worker")
+        self.transfers_open = gauge(
+            "transfers_open", "Transfers open at a worker, on the rank that has the most.", "worker", "side"
+        )
+        self.leases = gauge(
+            "leases", "Leases of a worker's open exports: one per transfer and rank.", "worker", "state"
+        )
+        self.worker_bytes_in = gauge(
+            "worker_bytes_in", "Bytes all ranks of a worker have fetched since its start.", "worker", "link"
+        )
+        self.worker_copy_seconds = gauge(
+            "worker_copy_seconds", "Seconds they spent on that, added up over ranks.", "worker", "link"
+        )
+        self.worker_bytes_out = gauge(
+            "worker_bytes_out",
+            "Bytes fetched from all ranks of a worker since its start, as told by those who released them.",
+            "worker", "link",
+        )  # fmt: skip
+        self.worker_copy_out_seconds = gauge(
+            "worker_copy_out_seconds", "Seconds these spent on that, added up over ranks.", "worker", "link"
+        )
+        self.worker_gigabytes_per_second = gauge(
+            "worker_gigabytes_per_second",
+            "1e9 bytes per second of copying, a rank's mean, between the last two reports of a worker that moved any.",
+            "worker", "link", "direction",
+        )  # fmt: skip
+        self.transfer_failures = gauge(
+            "transfer_failures", "Transfers that ranks of a worker saw fail since its start.", "worker", "kind"
+        )
+        self.worker_bad_frames = gauge(
+            "worker_bad_frames", "Frames that a worker's host and ranks dropped since its start.", "worker"
+        )
+        self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
         for role in ("prefill", "decode"):
             self.workers_alive.labels(role).set(0)
 
@@ -78,6 +128,7 @@ class ProxyMetrics:
         if closed.outcome == "loaded":
             self.handover_seconds.observe(max(0.0, closed.done_to_loaded_s))
             self.handover_wait_seconds.observe(max(0.0, closed.attached_to_done_s))
+            self.handover_bytes_left.observe(max(0, closed.bytes_left_at_done))
         if closed.link:
             self.handover_copy_seconds.labels(closed.link).observe(max(0.0, closed.copy_s))
             self.handover_bytes.labels(closed.link).inc(max(0, closed.bytes_moved))
@@ -96,12 +147,30 @@ class ProxyMetrics:
         self.transfers_open.labels(worker_id, "export").set(load.exports_open)
         self.transfers_open.labels(worker_id, "import").set(load.imports_open)
         self.worker_bad_frames.labels(worker_id).set(load.bad_frames)
-        for link, moved in load.bytes_in.items():
-            self.worker_bytes_in.labels(worker_id, link).set(moved)
-        for link, seconds in load.copy_s.items():
-            self.worker_copy_seconds.labels(worker_id, link).set(seconds)
+        for state, count in load.leases.items():
+            self.leases.labels(worker_id, state).set(count)
+        self._observe_copies(worker_id, "in", load.bytes_in, load.copy_s)
+        self._observe_copies(worker_id, "out", load.bytes_out, load.copy_out_s)
         for kind, count in load.transfer_failures.items():
             self.transfer_failures.labels(worker_id, kind).set(count)
+
+    def _observe_copies(
+        self, worker_id: str, direction: str, bytes_: Mapping[str, int], copy_s: Mapping[str, float]
+    ) -> None:
+        is_in = direction == "in"
+        moved = self.worker_bytes_in if is_in else self.worker_bytes_out
+        spent = self.worker_copy_seconds if is_in else self.worker_copy_out_seconds
+        for link, num_bytes in bytes_.items():
+            seconds = copy_s.get(link, 0.0)
+            moved.labels(worker_id, link).set(num_bytes)
+            spent.labels(worker_id, link).set(seconds)
+            before = self._copied.get((worker_id, link, direction), (0, 0.0))
+            if num_bytes < before[0]:
+                before = (0, 0.0)  # the worker was restarted
+            if num_bytes > before[0] and seconds > before[1]:
+                rate = (num_bytes - before[0]) / (seconds - before[1]) / 1e9
+                self.worker_gigabytes_per_second.labels(worker_id, link, direction).set(rate)
+                self._copied[worker_id, link, direction] = (num_bytes, seconds)
 
     def observe_stages(self, stages: Sequence[str]) -> None:
         """Requests in the proxy, by the stage each is in."""

@@ -41,11 +41,14 @@ def _workers(status: ClusterStatus) -> Table:
 
 
 def _remarks(status: ClusterStatus) -> list[Text]:
-    """Why a worker is gone, which link each uses and why, and who is not paired."""
+    """Why a worker is gone, its leases and failures, which link each uses and why, and who is not paired."""
     remarks = []
     for worker in status.workers:
         if worker.cause:
             remarks.append(Text(f"{worker.worker_id}: {worker.cause}", style="dim"))
+        for what, counts in (("holds leases", worker.leases), ("saw transfers fail", worker.transfer_failures)):
+            if told := ", ".join(f"{count} x {name}" for name, count in counts.items() if count):
+                remarks.append(Text(f"{worker.worker_id} {what}: {told}", style="dim"))
         remarks += [
             Text(f"{worker.worker_id} reads over {link}", style="dim") for link in sorted(set(worker.peers.values()))
         ]

@@ -81,12 +81,19 @@ class Exporter:
         self.started: list[str] = []
         self.welcomed: list[tuple[str, int]] = []  # new importers on this machine: epochs and pids
         self.failures: Counter[str] = Counter()
+        self.bytes_out: Counter[str] = Counter()
+        self.copy_out_s: dict[str, float] = {}
         self.nccl = NcclExports(settings, cache, self._is_wanted, self._importers)
         self.checks = ExportChecks()
 
     @property
     def num_open(self) -> int:
         return len(self._exports)
+
+    def leases(self) -> dict[str, int]:
+        """Open exports by the state of their lease."""
+        counts = Counter(export.lease.state for export in self._exports.values())
+        return {state.value: counts[state] for state in LeaseState if state is not LeaseState.CLOSED}
 
     @property
     def needs_sweep(self) -> bool:
@@ -170,7 +177,8 @@ class Exporter:
                 export = self._exports.get(transfer_id)
                 if export is not None and importer in export.lease.importers:
                     self.checks.asked(importer, self._importers[importer], export, message)
-            case Release(transfer_id):
+            case Release(transfer_id, bytes_moved, copy_s):
+                self._count_copied(self._importers[importer].link, bytes_moved, copy_s)
                 self._release(importer, transfer_id)
             case Failed(transfer_id, kind, reason):
                 log.info("importer_failed transfer=%s kind=%s reason=%r", transfer_id, kind, reason)
@@ -351,6 +359,11 @@ class Exporter:
             self._forget_fetches(transfer_id, importer)
             export.lease.release(importer)
             self._close_if_over(export)
+
+    def _count_copied(self, link: str, bytes_moved: int, copy_s: float) -> None:
+        if bytes_moved > 0:
+            self.bytes_out[link] += bytes_moved
+            self.copy_out_s[link] = self.copy_out_s.get(link, 0.0) + copy_s
 
     def _forget_importer(self, importer: bytes) -> None:
         self._importers.pop(importer, None)

@@ -122,7 +122,7 @@ class ExporterLinks:
                 del self._peer_of[settled], peer.imports[settled.transfer_id]
                 peer.with_work.pop(settled.transfer_id, None)
                 if peer.link:
-                    self._tell(peer, Release(settled.transfer_id))
+                    self._tell(peer, Release(settled.transfer_id, settled.bytes_moved, settled.copy_s))
                 else:
                     peer.abandoned.append(settled)
 

@@ -87,6 +87,7 @@ class HostReports:
                     closing.attached_to_done_s,
                     closing.done_to_loaded_s,
                     closing.copy_s,
+                    closing.bytes_left_at_done,
                 )
             )
 
@@ -142,6 +143,9 @@ class HostReports:
             dict(importer.failures + exporter.failures),
             bad_frames,
             importer.peers(),
+            dict(exporter.bytes_out),
+            dict(exporter.copy_out_s),
+            exporter.leases(),
         )
 
     def _send(self, message: FromRank) -> None:

@@ -55,6 +55,8 @@ def _worker(worker: Worker, cause: str) -> WorkerStatus:
         else BlockCounts(),
         exports_open=load.exports_open if load is not None else 0,
         imports_open=load.imports_open if load is not None else 0,
+        leases=load.leases if load is not None else {},
+        transfer_failures=load.transfer_failures if load is not None else {},
         heard_ago_s=max(0.0, time.monotonic() - worker.heard_s),
         peers=load.peers if load is not None else {},
     )

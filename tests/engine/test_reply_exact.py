@@ -187,7 +187,14 @@ def test_vllms_own_metrics_stand_beside_ours(cluster: Server) -> None:
     text = httpx.get(f"{cluster.url}/metrics", timeout=10).text
     assert "vllm:time_to_first_token_seconds_count" in text
     assert "vllm:prompt_tokens_total" in text
-    for name in ("remote_prefill_tokens", "local_prefill_tokens", "handover_seconds", "handover_bytes", "kv_blocks"):
+    for name in (
+        "remote_prefill_tokens",
+        "local_prefill_tokens",
+        "handover_seconds",
+        "handover_bytes",
+        "kv_blocks",
+        "leases",
+    ):
         assert f"twinpool_{name}" in text
 
 

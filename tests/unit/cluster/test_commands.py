@@ -20,8 +20,15 @@ STATUS = ClusterStatus(
     requests_running=3,
     requests_waiting=1,
     workers=[
-        WorkerStatus("prefill-0", "prefill", "ready", blocks=BlockCounts(100, 60, 30, 10), exports_open=2),
-        WorkerStatus("decode-0", "decode", "dead", cause="killed by SIGKILL"),
+        WorkerStatus(
+            "prefill-0",
+            "prefill",
+            "ready",
+            blocks=BlockCounts(100, 60, 30, 10),
+            exports_open=2,
+            leases={"computing": 2, "held": 0},
+        ),
+        WorkerStatus("decode-0", "decode", "dead", cause="killed by SIGKILL", transfer_failures={"checksum": 4}),
     ],
     links=[LinkStatus("host", 5_400_000_000, 1.0)],
     transfers={"loaded": 7},
@@ -65,6 +72,8 @@ def test_status_shows_pools_blocks_links_and_the_last_hand_over(url: str) -> Non
         assert expected in out, out
     assert "hand-off 4.5 ms" in out
     assert "1 x peer_lost" in out
+    assert "prefill-0 holds leases: 2 x computing\n" in out
+    assert "decode-0 saw transfers fail: 4 x checksum\n" in out
 
 
 def test_status_as_json_is_the_answer_as_it_is(url: str) -> None:

@@ -103,6 +103,19 @@ def test_statistics_come_when_they_change_and_not_too_often(cluster: Cluster, ho
     assert reports[-1].imports_open == 0
 
 
+def test_the_exporter_tells_what_was_fetched_from_it_and_its_leases(cluster: Cluster, link: str) -> None:
+    exporter, importer = cluster.rank(links=(link,)), cluster.rank(links=(link,))
+    exporter.endpoint.open_export("computing", PROMPT_HASH, 12)
+    exporter.export("held", [4], 4)
+    exporter.export("t", [1, 2, 3], 12)
+    importer.import_("t", exporter, [7, 8, 9], num_tokens=12)
+    moved = importer.closed_import().bytes_moved
+    assert exporter.closed_export().outcome == "released"
+    eventually(lambda: exporter.endpoint.stats().bytes_out == {link: moved})
+    assert exporter.endpoint.stats().copy_out_s[link] > 0
+    assert exporter.endpoint.stats().leases == {"computing": 1, "unwanted": 0, "held": 1, "ending": 0}
+
+
 def test_the_host_can_drop_and_hold_exports(cluster: Cluster, host: Host) -> None:
     exporter = cluster.rank(report_to=host.address, lease_first_s=0.3, lease_renew_s=0.6)
     host.hear(RankReady)

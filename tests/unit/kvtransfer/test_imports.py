@@ -71,6 +71,37 @@ def test_blocks_that_we_have_already_are_not_fetched() -> None:
     assert [piece.source_ids for piece in pieces(transfer)] == [(13,)]
 
 
+def test_what_is_left_to_copy_at_the_end_of_the_prefill_is_told() -> None:
+    transfer = an_import()
+    transfer.place(0, [1, 2, 3], 0.0)
+    transfer.on_ready(ready([11, 12, 13], 9))
+    arrive(transfer)
+    transfer.on_ready(ready([], 10, first_block=3))
+    transfer.on_done(done(), 0.0)
+    arrive(transfer)
+    assert closed(transfer).bytes_left_at_done == 3 * LAYER_BYTES, "the last block was not computed before"
+
+
+def test_all_is_left_to_copy_where_the_place_was_not_known_before() -> None:
+    transfer = an_import()
+    transfer.on_ready(ready([11, 12, 13], 10))
+    transfer.on_done(done(), 0.0)
+    transfer.place(1, [2, 3], 0.0)
+    arrive(transfer)
+    assert closed(transfer).bytes_left_at_done == 2 * 3 * LAYER_BYTES
+
+
+def test_what_a_preemption_made_void_is_left_to_copy_again() -> None:
+    transfer = an_import(num_tokens=8)
+    transfer.place(0, [1, 2], 0.0)
+    transfer.on_ready(ready([11, 12], 8))
+    arrive(transfer)
+    transfer.on_ready(ready([13, 14], 8, attempt=1))
+    transfer.on_done(done(8, attempt=1), 0.0)
+    arrive(transfer)
+    assert closed(transfer).bytes_left_at_done == 2 * 3 * LAYER_BYTES
+
+
 def test_blocks_past_the_prompt_are_left_alone() -> None:
     transfer = an_import(num_tokens=8)
     transfer.place(1, [2, 3, 4], 0.0)

@@ -48,6 +48,19 @@ async def test_an_answer_through_two_workers_is_that_of_one(
         assert cluster.metric("handover_bytes_total", link="host") == 1024
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_gaps"),
+    [({}, 1), ({"max_tokens": 1}, 0), ({"presence_penalty": 0.5}, 0)],
+    ids=["handed over", "one token", "both tokens are the decode worker's"],
+)
+async def test_the_hand_off_gap_is_that_between_tokens_of_two_workers(
+    tmp_path: Path, changes: dict[str, Any], num_gaps: int
+) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+        await cluster.run(**changes)
+        assert cluster.metric("handover_gap_seconds_count") == num_gaps
+
+
 async def test_a_prefill_worker_that_never_says_it_started_still_hands_over(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path) as cluster:
         cluster["prefill-0"].say_started = False
