@@ -7,13 +7,15 @@ made of an `EngineCoreRequest` or an `EngineCoreOutputs` (tensors as frames of t
 
 import msgspec
 
+from kvtransfer.wire import Count, Seconds, Size
+
 PROTOCOL_VERSION = 2
 
 
 class RankAddress(msgspec.Struct, frozen=True):
     """Where one rank of a worker exports KV blocks."""
 
-    rank: int
+    rank: Count
     address: str
     epoch: str
 
@@ -22,12 +24,12 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """What the engine settled on after it started."""
 
     model: str
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    tensor_parallel_size: int
+    max_model_len: Count
+    block_size: Count
+    num_blocks: Count
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    tensor_parallel_size: Count
     dtype: str
     supported_tasks: list[str]
 
@@ -35,14 +37,14 @@ class EngineFacts(msgspec.Struct, frozen=True):
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
     """Host to proxy, when the engine is up; again after every reconnection and until `Welcome` comes."""
 
-    protocol: int
+    protocol: Count
     worker_id: str
     role: str
     """`prefill` or `decode`."""
     epoch: str
-    proxies_lost: int
+    proxies_lost: Count
     """How often it has lost sight of a proxy in this life, each time dropping what it carried. Equal: said again."""
-    pid: int
+    pid: Count
     hostname: str
     engine: EngineFacts
     ranks: list[RankAddress]
@@ -55,22 +57,22 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
 
     worker_id: str
     epoch: str
-    num_running: int
-    num_waiting: int
-    blocks_total: int
-    blocks_free: int
-    blocks_used: int
-    blocks_leased: int
-    exports_open: int
-    imports_open: int
-    bytes_in: dict[str, int]
-    copy_s: dict[str, float]
-    transfer_failures: dict[str, int]
-    bad_frames: int
+    num_running: Count
+    num_waiting: Count
+    blocks_total: Count
+    blocks_free: Count
+    blocks_used: Count
+    blocks_leased: Count
+    exports_open: Count
+    imports_open: Count
+    bytes_in: dict[str, Size]
+    copy_s: dict[str, Seconds]
+    transfer_failures: dict[str, Size]
+    bad_frames: Size
     peers: dict[str, str]
-    bytes_out: dict[str, int] = {}
-    copy_out_s: dict[str, float] = {}
-    leases: dict[str, int] = {}
+    bytes_out: dict[str, Size] = {}
+    copy_out_s: dict[str, Seconds] = {}
+    leases: dict[str, Size] = {}
     """By state, over all ranks: each of them holds a lease for every transfer."""
 
 
@@ -93,18 +95,18 @@ class HandoverClosed(msgspec.Struct, tag="handover_closed", frozen=True):
     outcome: str
     failure_kind: str
     link: str
-    bytes_moved: int
-    num_tokens: int
-    attached_to_done_s: float
-    done_to_loaded_s: float
-    copy_s: float
-    bytes_left_at_done: int = 0
+    bytes_moved: Size
+    num_tokens: Count
+    attached_to_done_s: Seconds
+    done_to_loaded_s: Seconds
+    copy_s: Seconds
+    bytes_left_at_done: Size = 0
 
 
 class UtilityReply(msgspec.Struct, tag="utility_reply", frozen=True):
     """Host to proxy: the result of `Utility`, as plain MessagePack data."""
 
-    call_id: int
+    call_id: Size
     error: str
     """Empty on success."""
     result: msgspec.Raw
@@ -158,7 +160,7 @@ class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
     """Proxy to a decode host: the token that the prefill worker sampled."""
 
     transfer_id: str
-    token: int
+    token: Count
 
 
 class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
@@ -171,7 +173,7 @@ class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
 class Utility(msgspec.Struct, tag="utility", frozen=True):
     """Proxy to host: call a method of the engine core; only names in `ALLOWED_UTILITIES`."""
 
-    call_id: int
+    call_id: Size
     method: str
     args: msgspec.Raw
 
@@ -185,7 +187,7 @@ class ProxyBeat(msgspec.Struct, tag="proxy_beat", frozen=True):
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Proxy to host: leave now, within `grace_s`."""
 
-    grace_s: float
+    grace_s: Seconds
 
 
 ALLOWED_UTILITIES = frozenset(

@@ -7,6 +7,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from cluster.frames import BadFrame, reader
 from kvtransfer.host_messages import FromRank, PoolStats, RankReady, RankStats, ToRank
 
 log = logging.getLogger("twinpool.cluster")
@@ -20,10 +21,10 @@ class RankChannel:
     def __init__(self, context: zmq.asyncio.Context, address: str, on_event: Callable[[FromRank], None]) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)  # ZMQ cuts the connection above this
         self._socket.bind(address)
         self._on_event = on_event
-        self._decoder = msgspec.msgpack.Decoder(FromRank)
+        self._read = reader(msgspec.msgpack.Decoder[FromRank](FromRank), MAX_FRAME_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._identities: dict[int, bytes] = {}
         self.ready: dict[int, RankReady] = {}
@@ -37,9 +38,11 @@ class RankChannel:
         while True:
             frames = await self._socket.recv_multipart()
             try:
+                if len(frames) != 2:
+                    raise BadFrame(f"{len(frames) - 1} frames where one was expected")
                 identity, body = frames
-                message = self._decoder.decode(body)
-            except (ValueError, msgspec.MsgspecError) as error:
+                message = self._read(body)
+            except BadFrame as error:
                 self.bad_frames += 1
                 log.warning("bad_rank_frame frames=%d error=%s", len(frames), error)
                 continue

@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from cluster import messages as wire
+from cluster.frames import BadFrame, reader
 from cluster.rank_channel import RankChannel
 from cluster.vllm_engine import Engine, EngineLost, KvRole, RequestUnreadable, engine_config
 from cluster.worker_settings import WorkerSettings
@@ -70,7 +71,7 @@ class WorkerHost:
         self._proxy.setsockopt(zmq.IDENTITY, f"{settings.worker_id}.{self._epoch}".encode())
         self._outbox: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(wire.ToWorker)
+        self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
         self._engine: Engine | None = None
         self._stop = asyncio.Event()
         self._ranks_complete = asyncio.Event()
@@ -197,8 +198,8 @@ class WorkerHost:
             frames = await self._proxy.recv_multipart()
             self._proxy_heard_at_s = time.monotonic()
             try:
-                message = self._decoder.decode(frames[0])
-            except msgspec.MsgspecError as error:
+                message = self._read_frame(frames[0])
+            except BadFrame as error:
                 self._bad_frames += 1
                 log.warning("bad_proxy_frame worker=%s error=%s", self._settings.worker_id, error)
                 continue

@@ -6,20 +6,22 @@ private directory. A plain vLLM server that loads the connector has no host; the
 
 import msgspec
 
+from kvtransfer.wire import Count, Seconds, Size
+
 
 class RankReady(msgspec.Struct, tag="rank_ready", frozen=True):
     """Rank to host, once, when its KV caches are registered and its exporter socket is bound."""
 
-    rank: int
+    rank: Count
     address: str
     """Where importers connect."""
     epoch: str
     fingerprint: str
     layout_fields: dict[str, str]
-    num_blocks: int
-    block_bytes: int
+    num_blocks: Count
+    block_bytes: Size
     """Bytes of one block over all layers of this rank."""
-    pid: int
+    pid: Count
 
 
 class ExportStarted(msgspec.Struct, tag="export_started", frozen=True):
@@ -37,50 +39,50 @@ class ImportClosed(msgspec.Struct, tag="import_closed", frozen=True):
     failure_kind: str
     """Empty when loaded."""
     link: str
-    bytes_moved: int
-    num_tokens: int
-    attached_to_done_s: float
+    bytes_moved: Size
+    num_tokens: Count
+    attached_to_done_s: Seconds
     """From `Attach` until the exporter's `Done`: mostly the rest of the prefill."""
-    done_to_loaded_s: float
+    done_to_loaded_s: Seconds
     """From `Done` until the last byte was here, and verified if that is asked for: what the transfer added to the
     hand-over."""
-    copy_s: float
+    copy_s: Seconds
     """Time spent copying, over all chunks."""
-    bytes_left_at_done: int = 0
+    bytes_left_at_done: Size = 0
     """Of the blocks to move, what was still to be copied at `Done`."""
 
 
 class RankStats(msgspec.Struct, tag="rank_stats", frozen=True):
     """Rank to host, at most once a second and only when something changed. Counters only grow."""
 
-    rank: int
-    exports_open: int
-    imports_open: int
-    bytes_in: dict[str, int]
+    rank: Count
+    exports_open: Count
+    imports_open: Count
+    bytes_in: dict[str, Size]
     """Per link."""
-    copy_s: dict[str, float]
+    copy_s: dict[str, Seconds]
     """Per link, seconds spent copying those bytes."""
-    failures: dict[str, int]
+    failures: dict[str, Size]
     """Per kind, see `messages.FAILURE_KINDS`."""
-    bad_frames: int
+    bad_frames: Size
     peers: dict[str, str]
     """Per peer address: the link in use and why, or the reason of a refusal."""
-    bytes_out: dict[str, int] = {}
+    bytes_out: dict[str, Size] = {}
     """Per link, what importers said they got, when they released."""
-    copy_out_s: dict[str, float] = {}
+    copy_out_s: dict[str, Seconds] = {}
     """Per link, seconds these importers spent copying those bytes."""
-    leases: dict[str, int] = {}
+    leases: dict[str, Size] = {}
     """Open exports by state, see `lease.LeaseState`."""
 
 
 class PoolStats(msgspec.Struct, tag="pool_stats", frozen=True):
     """Scheduler to host, when a count changed. `free + used + leased == total` always holds."""
 
-    total: int
-    free: int
-    used: int
+    total: Count
+    free: Count
+    used: Count
     """Blocks referenced by live requests, counted from their block tables."""
-    leased: int
+    leased: Count
     """Blocks held only by transfers of requests that have ended."""
 
 
@@ -100,7 +102,7 @@ class FirstToken(msgspec.Struct, tag="first_token", frozen=True):
     """Host to every rank of a decode worker: the first token, as the proxy got it from the prefill worker."""
 
     transfer_id: str
-    token: int
+    token: Count
 
 
 class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):

@@ -44,6 +44,7 @@ is refused, so a restarted peer on the same address is a new peer.
 import msgspec
 
 from kvtransfer.resharding.forms import CacheForm
+from kvtransfer.wire import Count, Seconds, Size
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -51,7 +52,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
     epoch: str
     """Boot epoch of the importer."""
-    rank: int
+    rank: Count
     fingerprint: str
     """`CacheLayout.fingerprint()` of the importer; an equal one needs no comparison of fields."""
     layout_fields: dict[str, str]
@@ -62,11 +63,11 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Links the importer can use, best first. A later `Hello` without one of them asks for another choice."""
     exporter_epoch: str
     """Of the exporter that is meant; another one on its address refuses."""
-    pid: int
+    pid: Count
     """Of the importer, so that an exporter on the same machine learns at once of its death."""
     device: str = "cpu"
     """Where the importer's KV cache lies: `cpu`, or the PCI address of its GPU."""
-    nccl_version: int = 0
+    nccl_version: Count = 0
     """Of the importer; both sides need the same. 0 without NCCL."""
     unusable: dict[str, str] = {}
     """Links that are configured but cannot be used by the importer, and why."""
@@ -78,17 +79,17 @@ class MemoryRegion(msgspec.Struct, frozen=True):
     """The first run of every block of one layer, as it lies in the exporter's address space; with a `form`, further
     runs of the region follow from it."""
 
-    base_address: int
-    block_stride_bytes: int
-    num_blocks: int
+    base_address: Size
+    block_stride_bytes: Size
+    num_blocks: Count
 
 
 class SharedAllocation(msgspec.Struct, frozen=True):
     """One CUDA allocation of the exporter that holds KV caches."""
 
-    base_address: int
+    base_address: Size
     """In the exporter's address space; the regions lie from there on."""
-    num_bytes: int
+    num_bytes: Size
     handle: bytes
     """CUDA's IPC handle of it."""
 
@@ -97,12 +98,12 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Exporter to importer, answer to `Hello`."""
 
     epoch: str
-    rank: int
+    rank: Count
     link: str
     """The link chosen for this pair."""
     why: str
     """Why that link, in words for the log and `twinpool status`."""
-    pid: int
+    pid: Count
     regions: list[MemoryRegion]
     """What this pair shares, one per region of each layer, in order. Empty unless the link reads the exporter's memory.
     """
@@ -126,11 +127,11 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
 
     transfer_id: str
     exporter_epoch: str
-    num_tokens: int
+    num_tokens: Count
     """Prompt length, for comparison with the exporter's own."""
     prompt_hash: bytes
     wants_first_token: bool
-    importers_expected: int = 1
+    importers_expected: Count = 1
     """Ranks of the decode worker that attach to this exporter for this transfer; it waits for a release of each."""
 
 
@@ -138,20 +139,20 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
     """Exporter to importer: the lease is yours until `lease_until_s` on the exporter's monotonic clock."""
 
     transfer_id: str
-    lease_until_s: float
+    lease_until_s: Seconds
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """Exporter to importer: the KV of `num_tokens` prompt tokens is computed, or that of their first layers."""
 
     transfer_id: str
-    attempt: int
+    attempt: Count
     """Raised when the exporter had to start over (preemption); what was copied before is void."""
-    first_block: int
+    first_block: Count
     """Position, in token order, of `block_ids[0]`; earlier blocks were named by earlier messages."""
-    block_ids: list[int]
-    num_tokens: int
-    num_layers: int | None = None
+    block_ids: list[Count]
+    num_tokens: Count
+    num_layers: Count | None = None
     """Only so many of the first layers are computed, except of the tokens that an earlier message without this counted,
     of which all are. The blocks can be fetched as far as they are computed, the prompt's last one too."""
 
@@ -160,10 +161,10 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     """Exporter to importer: the prefill ended. All blocks have been named by `Ready` before."""
 
     transfer_id: str
-    attempt: int
-    num_tokens: int
+    attempt: Count
+    num_tokens: Count
     prompt_hash: bytes
-    first_token: int | None
+    first_token: Count | None
 
 
 class Fetch(msgspec.Struct, tag="fetch", frozen=True):
@@ -174,30 +175,30 @@ class Fetch(msgspec.Struct, tag="fetch", frozen=True):
     """
 
     transfer_id: str
-    attempt: int
+    attempt: Count
     """Of the `Ready` that named the blocks; a fetch of an attempt that is over gets no answer."""
-    fetch_id: int
-    first_layer: int
-    num_layers: int
-    block_ids: list[int]
+    fetch_id: Size
+    first_layer: Count
+    num_layers: Count
+    block_ids: list[Count]
     """The exporter's ids."""
-    generation: int = 0
+    generation: Size = 0
     """On the link `nccl`, of the communicator to send through."""
 
 
 class CommRequest(msgspec.Struct, tag="comm_request", frozen=True):
     """Importer to exporter: offer a communicator; an earlier generation is over."""
 
-    generation: int
-    staging_bytes: int
+    generation: Size
+    staging_bytes: Size
     """Size of each of the importer's two staging buffers."""
 
 
 class CommOffer(msgspec.Struct, tag="comm_offer", frozen=True):
     """Exporter to importer: join it as rank 1 now."""
 
-    generation: int
-    staging_bytes: int
+    generation: Size
+    staging_bytes: Size
     """Size of each of the exporter's two; no `Fetch` may take more than the smaller ones hold."""
     unique_id: bytes
     """NCCL's."""
@@ -206,7 +207,7 @@ class CommOffer(msgspec.Struct, tag="comm_offer", frozen=True):
 class CommBroken(msgspec.Struct, tag="comm_broken", frozen=True):
     """Either way: this communicator is not to be used any more."""
 
-    generation: int
+    generation: Size
     reason: str
     is_failure: bool
     """False when it was given up because others needed its place."""
@@ -215,19 +216,19 @@ class CommBroken(msgspec.Struct, tag="comm_broken", frozen=True):
 class Sending(msgspec.Struct, tag="sending", frozen=True):
     """Exporter to importer: the blocks of this fetch are being sent through the communicator."""
 
-    generation: int
-    sequence: int
+    generation: Size
+    sequence: Size
     """Counts the sends of this generation from 0."""
-    fetch_id: int
-    num_bytes: int
+    fetch_id: Size
+    num_bytes: Size
 
 
 class Blocks(msgspec.Struct, tag="blocks", frozen=True):
     """Exporter to importer; the second frame holds the bytes, layer by layer, run by run, block by block."""
 
     transfer_id: str
-    fetch_id: int
-    num_bytes: int
+    fetch_id: Size
+    num_bytes: Size
 
 
 class Check(msgspec.Struct, tag="check", frozen=True):
@@ -238,10 +239,10 @@ class Check(msgspec.Struct, tag="check", frozen=True):
     """
 
     transfer_id: str
-    attempt: int
+    attempt: Count
     """Of the `Done`."""
-    check_id: int
-    block_ids: list[int]
+    check_id: Size
+    block_ids: list[Count]
     """The exporter's ids, or those of units, as in `Fetch`; at most `MAX_CHECK_BLOCKS`."""
 
 
@@ -249,8 +250,8 @@ class Checksums(msgspec.Struct, tag="checksums", frozen=True):
     """Exporter to importer, answer to `Check`. See `verification.checksums` for what they are computed over."""
 
     transfer_id: str
-    check_id: int
-    values: list[int]
+    check_id: Size
+    values: list[Size]
     """One CRC-32 per block, over all layers of what the pair shares of it."""
 
 
@@ -258,9 +259,9 @@ class Release(msgspec.Struct, tag="release", frozen=True):
     """Importer to exporter: nothing more will be read. The exporter may free the blocks."""
 
     transfer_id: str
-    bytes_moved: int = 0
+    bytes_moved: Size = 0
     """What it got of this exporter, for the exporter's statistics: it cannot see reads of its memory."""
-    copy_s: float = 0.0
+    copy_s: Seconds = 0.0
     """Spent copying them."""
 
 
@@ -282,7 +283,7 @@ class Beat(msgspec.Struct, tag="beat", frozen=True):
 class BeatAck(msgspec.Struct, tag="beat_ack", frozen=True):
     """Exporter to importer: `transfer_ids` are held until `lease_until_s`; `unknown_ids` are gone."""
 
-    lease_until_s: float
+    lease_until_s: Seconds
     transfer_ids: list[str]
     unknown_ids: list[str]
 

@@ -177,7 +177,7 @@ class WorkerPool:
             return
         try:
             future.set_result(msgspec.msgpack.decode(reply.result))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             future.set_exception(UtilityError(f"worker {worker_id} answered with malformed data: {error}"))
 
     # ------------------------------------------------------------------------------------------------ liveness

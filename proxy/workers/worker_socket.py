@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from cluster import messages
+from cluster.frames import BadFrame, reader
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -22,6 +23,10 @@ Frame = bytes | bytearray | memoryview | zmq.Frame
 
 ZMTP_HEARTBEAT_MS = 1_000
 ZMTP_TIMEOUT_MS = 5_000
+MAX_CONTROL_BYTES = 16 << 20
+"""Of a frame from `cluster.messages`."""
+MAX_FRAME_BYTES = 1 << 30
+"""Of an array in an engine's outputs: log probabilities of a long prompt over a whole vocabulary."""
 
 
 class SocketAddressError(Exception):
@@ -40,10 +45,11 @@ class WorkerSocket:
         self._on_message = on_message
         self._on_bad_frame = on_bad_frame
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(messages.FromWorker)
+        self._read_frame = reader(msgspec.msgpack.Decoder[messages.FromWorker](messages.FromWorker), MAX_CONTROL_BYTES)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A restarted host may come back under the routing id it had.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -87,8 +93,8 @@ class WorkerSocket:
             self._on_bad_frame("too few frames")
             return
         try:
-            message = self._decoder.decode(frames[1].buffer)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            message = self._read_frame(frames[1].buffer)
+        except BadFrame as error:
             self._on_bad_frame(str(error))
             return
         if len(frames) > 2 and not isinstance(message, messages.Outputs):

@@ -17,7 +17,12 @@ MAY_IMPORT = {
     "lab": ("proxy.scheduling", "cluster"),
 }
 # `cluster` may use kvtransfer's types and the rule who fits whom, not its machinery.
-KVTRANSFER_TYPES = ("kvtransfer.host_messages", "kvtransfer.messages", "kvtransfer.resharding.pairing")
+KVTRANSFER_TYPES = (
+    "kvtransfer.host_messages",
+    "kvtransfer.messages",
+    "kvtransfer.resharding.pairing",
+    "kvtransfer.wire",
+)
 FORBIDDEN_MODULE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 PICKLING_CALLS = {"recv_pyobj", "send_pyobj"}
