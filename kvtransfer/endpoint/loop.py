@@ -144,8 +144,12 @@ class EndpointLoop:
                 self._serve_fetches()
             self.exporter.close_all()
             self._flush()
+            if self._close_copier():
+                self._collect_copies(time.monotonic())  # their imports may close now
+                self._flush()
             self._close(linger_ms=100)  # the last releases and failures may still leave
         except BaseException:
+            self._close_copier()
             self._close(linger_ms=0)
             raise
 
@@ -329,9 +333,14 @@ class EndpointLoop:
         self._pidfds[pidfd] = epoch
         self._poller.register(pidfd, zmq.POLLIN)
 
-    def _close(self, linger_ms: int) -> None:
-        if not self._copier.close(timeout_s=1.0):
+    def _close_copier(self) -> bool:
+        """After the copies under way; False if they take too long."""
+        is_quiet = self._copier.close(timeout_s=1.0)
+        if not is_quiet:
             log.error("copy_thread_stuck rank=%d", self._settings.rank)
+        return is_quiet
+
+    def _close(self, linger_ms: int) -> None:
         if not self._checker.close(timeout_s=1.0):
             log.error("check_thread_stuck rank=%d", self._settings.rank)
         for peer in self._peers.values():

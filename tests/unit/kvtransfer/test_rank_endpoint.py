@@ -332,6 +332,16 @@ def test_a_preemption_under_a_copy_leaves_no_trace(cluster: Cluster, gate: Gate)
     assert importer.holds([7, 8, 9], exporter, [4, 5, 6])
 
 
+def test_closing_at_once_still_ends_what_was_being_copied(cluster: Cluster, gate: Gate) -> None:
+    exporter, importer = cluster.rank(links=("host",)), cluster.rank(links=("host",))
+    importer.import_("t", exporter, [7, 8, 9], num_tokens=12)
+    exporter.export("t", [1, 2, 3], 12)
+    assert gate.arrived.wait(5)
+    threading.Timer(0.1, gate.open.set).start()
+    importer.endpoint.close(timeout_s=0)
+    assert [closing.outcome for closing in importer.endpoint.take_closed_imports()] == ["cancelled"]
+
+
 def test_fifty_shuffled_transfers_with_random_ends_each_close_once(pair: Pair) -> None:
     exporter, importer = pair
     chance = random.Random(5)
