@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit test-gpu check format bench clean
+.PHONY: help run test test-unit test-gpu soak check format bench clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-unit: $(STAMP) ## tests without engines (at most a minute)
 
 test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
+
+soak: $(STAMP) ## thousands of transfers with restarts of their ranks: does memory stay flat (some minutes)
+	$(BIN)/python -m pytest -m soak tests/unit/kvtransfer $(ARGS)
 
 check: $(STAMP) ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -11,10 +11,12 @@ from kvtransfer.layout import probe
 from kvtransfer.rank_endpoint import RankEndpoint
 from tests.unit.kvtransfer.rank_pair import FACTS, NUM_BLOCKS, PROMPT_HASH, Cluster, eventually, make_cache
 
+SEED = 77
+
 if __name__ == "__main__":
     directory, link, role, *exporter = sys.argv[1:]
     settings = Cluster(directory).settings(f"child-{role}", links=(link,))  # type: ignore[arg-type]
-    endpoint = RankEndpoint(settings, probe(make_cache(seed=77), NUM_BLOCKS, FACTS))
+    endpoint = RankEndpoint(settings, probe(make_cache(SEED), NUM_BLOCKS, FACTS))
     if role == "importer":
         endpoint.open_import("t", exporter[0], exporter[1], PROMPT_HASH, 12, False)
         eventually(lambda: endpoint.stats().peers)  # welcomed, and attached with that

@@ -1,6 +1,5 @@
 """Two ranks over real sockets: what arrives, when, and how a transfer ends if nobody dies."""
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 from kvtransfer.copy_plan import CopyPlan
 from kvtransfer.endpoint import copy_thread
 from kvtransfer.links.host_memory import read_memory
-from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, PROMPT_HASH, Cluster, Rank, eventually
+from tests.unit.kvtransfer.rank_pair import FACTS, PROMPT_HASH, Cluster, Rank, eventually
 
 Pair = tuple[Rank, Rank]
 
@@ -340,61 +339,3 @@ def test_closing_at_once_still_ends_what_was_being_copied(cluster: Cluster, gate
     threading.Timer(0.1, gate.open.set).start()
     importer.endpoint.close(timeout_s=0)
     assert [closing.outcome for closing in importer.endpoint.take_closed_imports()] == ["cancelled"]
-
-
-def test_fifty_shuffled_transfers_with_random_ends_each_close_once(pair: Pair) -> None:
-    exporter, importer = pair
-    chance = random.Random(5)
-    transfers = [f"t{number}" for number in range(50)]
-    steps, num_exports = [], 0
-    for number, transfer_id in enumerate(transfers):
-        num_tokens = chance.randrange(1, 8 * BLOCK_SIZE)
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
-        theirs, ours = (chance.sample(range(64), num_blocks) for _ in range(2))
-        fate = ("loaded", "cancelled", "aborted", "unopened")[min(3, chance.randrange(8))] if number else "loaded"
-        num_exports += fate != "unopened"
-        steps.append(_exporting(exporter, transfer_id, theirs, num_tokens, fate))
-        steps.append(_importing(importer, exporter, transfer_id, ours, num_tokens, fate))
-    while steps:
-        step = chance.choice(steps)
-        if next(step, None) is None:
-            steps.remove(step)
-    importer.collect(lambda: len(importer.closed_imports) >= 50, 10)
-    exporter.collect(lambda: len(exporter.closed_exports) >= num_exports, 10)
-    assert not importer.endpoint.wait(0.05)
-    assert not exporter.endpoint.wait(0.05)
-    assert sorted(closed.transfer_id for closed in importer.closed_imports) == sorted(transfers)
-    exported = [closed.transfer_id for closed in exporter.closed_exports]
-    assert len(set(exported)) == len(exported) == num_exports
-    eventually(lambda: importer.endpoint.stats().imports_open == exporter.endpoint.stats().exports_open == 0)
-    assert importer.endpoint.stats().bad_frames == exporter.endpoint.stats().bad_frames == 0
-
-
-def _exporting(rank: Rank, transfer_id: str, block_ids: list[int], num_tokens: int, fate: str) -> Iterator[bool]:
-    endpoint = rank.endpoint
-    if fate == "unopened":
-        return
-    endpoint.open_export(transfer_id, PROMPT_HASH, num_tokens)
-    yield True
-    for num_blocks in range(1, len(block_ids), 2):
-        endpoint.announce(transfer_id, block_ids[:num_blocks], num_blocks * BLOCK_SIZE)
-        yield True
-    if fate == "aborted":
-        endpoint.abort_export(transfer_id, "for a test")
-    else:
-        endpoint.finish_export(transfer_id, block_ids, num_tokens, 7)
-    yield True
-
-
-def _importing(
-    rank: Rank, exporter: Rank, transfer_id: str, block_ids: list[int], num_tokens: int, fate: str
-) -> Iterator[bool]:
-    rank.attach(transfer_id, exporter, num_tokens)
-    yield True
-    rank.endpoint.place_import(transfer_id, 0, block_ids)
-    yield True
-    if fate == "cancelled":
-        rank.endpoint.cancel_import(transfer_id)
-    elif fate != "loaded":
-        rank.endpoint.give_first_token(transfer_id, 1)
-    yield True

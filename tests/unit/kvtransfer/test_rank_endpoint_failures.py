@@ -1,9 +1,7 @@
 """Peers that die, hang, restart or talk nonsense, and endpoints that die themselves."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,36 +14,9 @@ import zmq
 from kvtransfer import messages
 from kvtransfer.endpoint.importer import Importer
 from kvtransfer.rank_endpoint import EndpointDied
-from tests.unit.kvtransfer import rank_process
 from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, Rank, eventually
 
-ROOT = Path(__file__).parents[3]
 Spawn = Callable[..., tuple[subprocess.Popen[str], str, str]]
-
-
-@pytest.fixture
-def spawn(directory: Path) -> Iterator[Spawn]:
-    """Starts `rank_process.py`; returns the process, its address and its epoch."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start(link: str, role: str, *exporter: str) -> tuple[subprocess.Popen[str], str, str]:
-        script = str(rank_process.__file__)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            [sys.executable, script, str(directory), link, role, *exporter],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        processes.append(process)
-        assert process.stdout
-        address, epoch = process.stdout.readline().split()
-        return process, address, epoch
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate(timeout=5)
 
 
 def open_import_from(importer: Rank, address: str, epoch: str, wants_first_token: bool) -> None:
