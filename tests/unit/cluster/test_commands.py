@@ -142,11 +142,28 @@ def test_serve_passes_the_configuration_to_the_composition_root(monkeypatch: pyt
     assert calls == [(1234, True)]
 
 
-def test_the_composition_root_exists() -> None:
-    assert callable(commands._load_entry(commands.SERVE_ENTRY))
+@pytest.mark.parametrize("entry", [commands.SERVE_ENTRY, commands.LINKS_ENTRY])
+def test_what_is_named_by_a_string_exists(entry: str) -> None:
+    assert callable(commands._load_entry(entry))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "check"], ["status"], ["serve", "--help"]])
+def test_lab_links_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def run_links(**options: Any) -> int:
+        calls.append(options)
+        return 3
+
+    monkeypatch.setattr(commands, "_load_entry", {commands.LINKS_ENTRY: run_links}.__getitem__)
+    code, _, _ = invoke("lab", "links", "--quick", "--json", "links.json", "--large-gib", "4")
+    assert code == 3
+    assert calls == [{"quick": True, "large_gib": 4.0, "json_file": Path("links.json"), "plot_file": None}]
+
+
+HELP = [["--help"], ["serve", "--help"], ["lab", "links", "--help"]]
+
+
+@pytest.mark.parametrize("arguments", [*HELP, ["config", "check"], ["status"]])
 def test_no_command_but_serve_imports_torch_or_vllm(arguments: list[str]) -> None:
     code = (
         "import sys; from cluster.cli import main; sys.argv[0] = 'twinpool'\n"

@@ -1,0 +1,1 @@
+"""Measures every link that this machine can run, beside what limits it and beside other transfer libraries."""

@@ -1,0 +1,1 @@
+"""Everything that copies blocks here: bare copies, links of twinpool, other libraries."""
