@@ -4,6 +4,7 @@ Takes orders as lines of JSON from stdin, answers on stdout, and ends when stdin
 """
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -123,7 +124,8 @@ def main(parent: int, orders: BinaryIO, answers: BinaryIO) -> None:
             if isinstance(order, Setup):
                 if process is not None:
                     process.close()
-                process = None  # gives its cache back before the next one is made
+                process = None
+                gc.collect()  # endpoints refer to each other's parts; the old cache must go before the next one comes
                 process = PairProcess(order)
                 answer = process.ready
             elif process is not None:
