@@ -28,7 +28,7 @@ log = logging.getLogger("twinpool.kvtransfer")
 
 _COPIES_AT_ONCE = 2
 """One being copied and one waiting, so that the copy thread never idles between them."""
-_COPY_CHUNKS = {"host": 16, "cuda_ipc": 256}
+_COPY_CHUNKS = {"host": 4, "cuda_ipc": 64}
 """A copy has no message to bound it; this many chunks keep cancelling quick (some ms) and transfers fair."""
 _EARLY_TOKENS_KEPT = 1024
 

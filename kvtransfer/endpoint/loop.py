@@ -27,7 +27,7 @@ from kvtransfer.imports import ClosedImport, Piece
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
-from kvtransfer.links.zmq_frames import BlockMemory, HostMemory
+from kvtransfer.links.zmq_frames import BlockMemory, HostMemory, keep_freed_messages
 from kvtransfer.messages import Blocks, Fetch
 from kvtransfer.verification.check_thread import CheckThread
 
@@ -69,6 +69,8 @@ class EndpointLoop:
         self.commands: deque[Command] = deque()
         self.wakeup = wakeup
         self.bad_frames = 0
+        if "zmq" in settings.links:
+            keep_freed_messages()
         self.exporter = Exporter(settings, cache, identity)
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
         self._blocks: BlockMemory = gpu.memory if gpu else HostMemory(self._largest_payload)

@@ -12,7 +12,7 @@ MAX_FETCHES_QUEUED = 64
 """Per importer and transfer, at the exporter."""
 
 
-STAGING_CHUNKS = 16
+STAGING_CHUNKS = 4
 """A send through NCCL takes this many chunks, since it costs much more to begin than a ZMQ message."""
 
 
@@ -43,9 +43,9 @@ class EndpointSettings:
     """Silence after which a peer counts as lost."""
     stalled_after_s: float = 10.0
     """With fetches outstanding and nothing arriving for this long, a transfer fails."""
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 4 << 20
     """Payload of one `Blocks` message, exceeded only where one layer of one block is larger."""
-    fetch_window: int = 4
+    fetch_window: int = 3
     """Fetches outstanding per exporter."""
     prepare_within_s: float = 10.0
     """For mapping an exporter's GPU memory, or for NCCL to connect two ranks; after that another link must do."""
@@ -69,7 +69,7 @@ class EndpointSettings:
         if self.bind.startswith("ipc://") and len(self.bind) > len("ipc://") + 100:
             raise ValueError(f"bind is {self.bind!r}: the path of an ipc socket has at most 100 characters.")
         if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:
-            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 1 MiB.")
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 4 MiB.")
         if self.max_communicators < 1:
             raise ValueError(f"max_communicators is {self.max_communicators}: choose 1 or more, or drop the link nccl.")
         if not 1 <= self.fetch_window <= MAX_FETCHES_QUEUED:

@@ -23,11 +23,31 @@ _TOGETHER_FROM_PIECES = 16
 """Equal small pieces, as of single heads or tokens, are moved by one call to numpy: up to ten times as fast as one by
 one."""
 
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = (ctypes.c_size_t,)
+_libc.free.restype = None
+_libc.free.argtypes = (ctypes.c_void_p,)
+
 _memmove_with_gil = ctypes.PyDLL(None).memmove
 _memmove_without_gil = ctypes.CDLL(None).memmove
 for _function in (_memmove_with_gil, _memmove_without_gil):
     _function.restype = ctypes.c_void_p
     _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+_LARGEST_DYNAMIC_THRESHOLD = 32 << 20
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX on 64-bit machines."""
+
+
+def keep_freed_messages() -> None:
+    """Let the allocator keep the memory of a message that was read for the next one.
+
+    glibc returns freed memory to the kernel in steps that grow with the largest block that it mapped apart and freed
+    again; a process that never had a large one returns every message, and faults its pages in again for the next. This
+    frees one such block. Up to 64 MiB of freed memory may stay with the process from then on.
+    """
+    _libc.free(_libc.malloc(_LARGEST_DYNAMIC_THRESHOLD - (64 << 10)))
 
 
 class BlockMemory(Protocol):
