@@ -49,13 +49,15 @@ _PACKAGES = (
     "pyzmq",
     "cupy-cuda13x",
 )
+_PICTURES = (".png", ".svg", ".pdf")
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def run_links(*, quick: bool, large_gib: float, json_file: Path | None, plot_file: Path | None) -> int:
     """Measures, prints and writes. Returns the exit status: 1 when something failed, 130 after Ctrl-C."""
-    if plot_file is not None and not can_plot():
-        return _refuse("--plot needs matplotlib, which is not installed. Install twinpool's extra `lab`.")
+    if complaint := _why_unwritable(json_file, plot_file):
+        Console(stderr=True, highlight=False).print(f"twinpool: {complaint}", style="red", soft_wrap=True)
+        return _EXIT_USAGE
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     errors = Console(stderr=True, highlight=False)
@@ -117,6 +119,13 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _refuse(text: str) -> int:
-    Console(stderr=True, highlight=False).print(f"twinpool: {text}", style="red", soft_wrap=True)
-    return _EXIT_USAGE
+def _why_unwritable(json_file: Path | None, plot_file: Path | None) -> str:
+    """Known before minutes have been spent on measuring; empty when all is well."""
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            return f"{option} {file}: the directory {file.absolute().parent} does not exist."
+    if plot_file is not None and plot_file.suffix not in _PICTURES:
+        return f"--plot {plot_file}: the name should end in one of {', '.join(_PICTURES)}."
+    if plot_file is not None and not can_plot():
+        return "--plot needs matplotlib, which is not installed. Install twinpool's extra `lab`."
+    return ""

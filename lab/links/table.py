@@ -68,7 +68,7 @@ def _rate_row(report: Report, series: Series) -> list[str | Text]:
         str(series.concurrent) if kind.is_concurrent else "",
         f"{rates.median:.2f}",
         f"{rates.low:.2f} – {rates.high:.2f}",
-        _times(report.ratio(series, "memcpy" if report.find("memcpy", series.model, 1) else "cudaMemcpy")),
+        _times(report.ratio(series, "cudaMemcpy" if "cudaMemcpy" in (kind.name, kind.limit) else "memcpy")),
         _times(report.ratio(series, kind.limit)),
         str(len(series.seconds)),
     ]

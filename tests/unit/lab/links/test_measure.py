@@ -12,6 +12,7 @@ import pytest
 
 from lab.links.arms.block_cache import BlockCache
 from lab.links.arms.kinds import ARMS, ArmFailed, ArmKind, ArmUnusable, ImporterSide, Offers, Site, load
+from lab.links.command import run_links
 from lab.links.measure import Placement, Plan, measure
 from lab.links.messages import Move, Setup, Transfer
 from lab.links.pair import Pair, PairLost
@@ -123,6 +124,21 @@ def test_a_rival_that_is_not_installed_says_so(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ArmUnusable, match=f"the package {module} cannot be imported: .*extra `peers`"):
         load(ARMS[arm].exporter)(Site(BlockCache(TINY, 8), tmp_path, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"plot_file": Path("links.txt")}, "should end in one of .png"),
+        ({"json_file": Path("/no/such/directory/links.json")}, "the directory /no/such/directory does not exist"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    options: dict[str, Path], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files: dict[str, Path | None] = {"json_file": None, "plot_file": None, **options}
+    assert run_links(quick=True, large_gib=0.5, **files) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_every_process() -> None:
