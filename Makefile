@@ -34,7 +34,7 @@ test: test-unit ## all tests: unit, then those with real engines (at most 15 min
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 test-unit: $(STAMP) ## tests without engines (at most a minute)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit $(ARGS)
 
 test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)

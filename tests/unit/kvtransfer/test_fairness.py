@@ -14,8 +14,8 @@ from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, NUM_BLOCKS, Cluster, Ran
 
 LARGE = list(range(NUM_BLOCKS - 1))
 SMALL = [NUM_BLOCKS - 1]
-ONE_BLOCK = {"host": 50, "zmq": 800}
-"""`chunk_bytes` with which every block is a piece of its own; a copy takes 16 chunks."""
+ONE_BLOCK = {"host": 200, "zmq": 800}
+"""`chunk_bytes` with which every block is a piece of its own; a copy takes 4 chunks."""
 
 
 class Order:

@@ -15,8 +15,8 @@ from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, eventually, ma
 from tests.unit.kvtransfer.rank_process import SEED
 
 Spawn = Callable[..., tuple[subprocess.Popen[str], str, str]]
-ONE_BLOCK = {"host": 50, "zmq": 800}
-"""`chunk_bytes` with which every block is a piece of its own; a copy takes 16 chunks."""
+ONE_BLOCK = {"host": 200, "zmq": 800}
+"""`chunk_bytes` with which every block is a piece of its own; a copy takes 4 chunks."""
 
 
 class Killer:
