@@ -1,7 +1,7 @@
 """Links of `kvtransfer`, through the same `RankEndpoint` that the engines use.
 
-The time is that of whole transfers, from opening the imports until the last one closes: attaching, being told of the
-blocks, copying and releasing.
+Imports are attached before the clock starts, as they are while a prompt is still being computed. The time runs from
+giving the blocks their places until the last import closes: asking, copying and being told.
 """
 
 import time
@@ -14,6 +14,8 @@ from lab.links.messages import Queued, Transfer
 _PROMPT_HASH = b"lab"
 _MEET_TIMEOUT_S = 30.0
 """NCCL takes several seconds to connect two ranks."""
+_ATTACH_S = 0.02
+"""For imports to attach and to be told of the blocks; what that has not done by then counts."""
 
 
 def _endpoint(link: str, site: Site, role: str) -> RankEndpoint:
@@ -68,9 +70,12 @@ class LinkImporter(ImporterSide):
 
     def move(self, transfers: Sequence[Transfer], timeout_s: float) -> float:
         until_s = time.monotonic() + timeout_s
+        for transfer in transfers:
+            self._attach(transfer)
+        time.sleep(_ATTACH_S)
         started_s = time.perf_counter()
         for transfer in transfers:
-            self._begin(transfer)
+            self._endpoint.place_import(transfer.name, 0, transfer.target_ids)
         self._end({transfer.name for transfer in transfers}, until_s)
         return time.perf_counter() - started_s
 
@@ -103,9 +108,12 @@ class LinkImporter(ImporterSide):
         self._endpoint.close()
 
     def _begin(self, transfer: Transfer) -> None:
+        self._attach(transfer)
+        self._endpoint.place_import(transfer.name, 0, transfer.target_ids)
+
+    def _attach(self, transfer: Transfer) -> None:
         num_tokens = len(transfer.source_ids) * self._block_size
         self._endpoint.open_import(transfer.name, *self._exporter, _PROMPT_HASH, num_tokens, False)
-        self._endpoint.place_import(transfer.name, 0, transfer.target_ids)
 
     def _end(self, names: set[str], until_s: float) -> None:
         while names:
