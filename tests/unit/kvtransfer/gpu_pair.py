@@ -87,7 +87,9 @@ class GpuCluster:
         arrays = [process.array((NUM_BLOCKS, *block_shape), kind, device) for _ in range(NUM_LAYERS)]
         rank = GpuRank(process, child, arrays)
         self._starting = rank
-        settings = self._cluster.settings(**{"chunk_bytes": 4096, "links": ("cuda_ipc", "nccl", "zmq"), **changes})
+        patient = {"attach_wait_s": 5.0, "stalled_after_s": 5.0, "peer_lost_after_s": 5.0}  # many threads on few cores
+        links = ("cuda_ipc", "nccl", "zmq")
+        settings = self._cluster.settings(**{"chunk_bytes": 4096, "links": links, **patient, **changes})
         rank.start(replace(settings, prepare_within_s=changes.get("prepare_within_s", 3.0)), facts)
         self.ranks.append(rank)
         return rank
