@@ -125,6 +125,12 @@ class Cluster:
             rank.endpoint.close(timeout_s=1)
 
 
+def is_known_whole(rank: Rank, transfer_id: str) -> bool:
+    """The importer has heard that the transfer's prefill ended."""
+    whole = rank.endpoint._loop.importer._imports.get(transfer_id)
+    return whole is not None and all(shard._done is not None for shard in whole.shards)
+
+
 def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     until_s = time.monotonic() + timeout_s
     while not condition():

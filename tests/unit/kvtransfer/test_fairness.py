@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult, CopyThread
 from kvtransfer.endpoint.loop import EndpointLoop
 from kvtransfer.messages import Fetch
-from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, NUM_BLOCKS, Cluster, Rank, eventually
+from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, NUM_BLOCKS, Cluster, Rank, eventually, is_known_whole
 
 LARGE = list(range(NUM_BLOCKS - 1))
 SMALL = [NUM_BLOCKS - 1]
@@ -48,11 +48,6 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     monkeypatch.setattr(EndpointLoop, "_send_blocks", noted_send)
     yield order
     order.may_go_on.set()
-
-
-def is_known_whole(rank: Rank, transfer_id: str) -> bool:
-    whole = rank.endpoint._loop.importer._imports.get(transfer_id)
-    return whole is not None and all(shard._done is not None for shard in whole.shards)
 
 
 @pytest.mark.parametrize("same_importer", [True, False], ids=["same importer", "another importer"])

@@ -11,7 +11,7 @@ from kvtransfer.copy_plan import CopyPlan
 from kvtransfer.endpoint import copy_thread
 from kvtransfer.links.host_memory import read_memory
 from kvtransfer.links.zmq_frames import HostMemory
-from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, eventually, make_cache
+from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, eventually, is_known_whole, make_cache
 from tests.unit.kvtransfer.rank_process import SEED
 
 Spawn = Callable[..., tuple[subprocess.Popen[str], str, str]]
@@ -58,6 +58,7 @@ def test_an_exporter_killed_in_mid_copy_leaves_only_what_was_whole(
     killer.victim, address, epoch = spawn(link, "finished")
     importer = cluster.rank(links=(link,), chunk_bytes=ONE_BLOCK[link], fetch_window=1, stalled_after_s=20)
     importer.endpoint.open_import("t", address, epoch, PROMPT_HASH, 12, wants_first_token=True)
+    eventually(lambda: is_known_whole(importer, "t"))
     importer.endpoint.place_import("t", 0, [7, 8, 9])
     closed = importer.closed_import(timeout_s=3)
     assert (closed.outcome, closed.failure_kind, closed.first_token) == ("recompute", "peer_lost", 7)
