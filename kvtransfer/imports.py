@@ -230,6 +230,8 @@ class Import:
         only some of its layers are computed."""
         if self._target_ids is None or self.is_over:
             return None
+        if any(piece.attempt < self.attempt for piece in self.in_flight.values()):
+            return None  # it writes into blocks that would be asked for again, and might end last
         if (portion := self._order.next(self._computed, max_bytes)) is None:
             return None
         piece = Piece(

@@ -1,7 +1,7 @@
 """A rank's end of all its KV transfers: what the engine's thread calls. Nothing here blocks except `wait` and `close`.
 
-One thread, `kv-rank-N`, owns every socket; another, `kv-copy-N`, copies. The engine's thread leaves its wishes in a
-queue and takes what has closed. Every export and every import that was opened closes exactly once:
+One thread, `kv-rank-N`, owns every socket; two more, `kv-copy-N-0` and `-1`, copy. The engine's thread leaves its
+wishes in a queue and takes what has closed. Every export and every import that was opened closes exactly once:
 
 * an export after `finish_export` or `abort_export`, and only when no importer reads its blocks any more;
 * an import after `place_import` or `cancel_import`, and only when nothing writes into its blocks any more. One that

@@ -1,1 +1,1 @@
-"""The parts of a `RankEndpoint`: what it decides (`exporter`, `importer`) and what it does (`loop`, `copy_thread`)."""
+"""The parts of a `RankEndpoint`: what it decides (`exporter`, `importer`) and what it does (`loop`, `copy_threads`)."""

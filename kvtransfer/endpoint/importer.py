@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
+from kvtransfer.endpoint.copy_threads import NUM_THREADS, CopyJob, CopyResult
 from kvtransfer.endpoint.exporter_links import ExporterLinks
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.nccl_imports import EndedPiece
@@ -26,8 +26,8 @@ from kvtransfer.verification.importer_side import ImportChecks
 
 log = logging.getLogger("twinpool.kvtransfer")
 
-_COPIES_AT_ONCE = 2
-"""One being copied and one waiting, so that the copy thread never idles between them."""
+_COPIES_AT_ONCE = 2 * NUM_THREADS
+"""For each copy thread one being copied and one waiting, so that it never idles between them."""
 _COPY_CHUNKS = {"host": 4, "cuda_ipc": 64}
 """A copy has no message to bound it; this many chunks keep cancelling quick (some ms) and transfers fair."""
 _EARLY_TOKENS_KEPT = 1024
@@ -187,7 +187,7 @@ class Importer:
         """The memory of an exporter is mapped, or cannot be for that reason."""
         self._exporters.mapped(now_s, key, layers, reason)
 
-    # What the copy thread, the check thread and the device's thread say.
+    # What the copy threads, the check thread and the device's thread say.
 
     def copied(self, result: CopyResult) -> None:
         piece = result.job.piece
@@ -277,6 +277,8 @@ class Importer:
         self.bytes_in[link] += piece.num_bytes if is_valid else 0
         self.copy_s[link] = self.copy_s.get(link, 0.0) + copy_s
         reader.piece_ended(piece, now_s, copy_s, is_valid)
+        if piece.attempt < reader.attempt and (peer := self._exporters.of(reader)):
+            peer.with_work[reader.transfer_id] = reader  # it may have waited for this
 
     def _next_piece(self, peers: list[ExporterPeer], max_bytes: int) -> tuple[ExporterPeer, Import, Piece] | None:
         self._last_piece_id += 1

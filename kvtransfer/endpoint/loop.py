@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from kvtransfer.endpoint.copy_thread import Copier, CopyThread
+from kvtransfer.endpoint.copy_threads import Copier, CopyThreads
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
 from kvtransfer.endpoint.host_reports import HostReports
@@ -90,7 +90,7 @@ class EndpointLoop:
             raise
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
-        self._copier: Copier = gpu or CopyThread(f"kv-copy-{settings.rank}", self.wakeup.set)
+        self._copier: Copier = gpu or CopyThreads(f"kv-copy-{settings.rank}", self.wakeup.set)
         open_memory = gpu.open_memory if gpu else lambda: HostMemory(settings.chunk_bytes)
         self._checker = CheckThread(
             f"kv-check-{settings.rank}", open_memory, settings.chunk_bytes, on_result=self.wakeup.set
@@ -225,7 +225,7 @@ class EndpointLoop:
 
     def _collect_copies(self, now_s: float) -> None:
         if self._copier.error:
-            raise RuntimeError(f"the copy thread of rank {self._settings.rank} died") from self._copier.error
+            raise RuntimeError(f"a copy thread of rank {self._settings.rank} died") from self._copier.error
         while self._copier.results:
             self.importer.copied(self._copier.results.popleft())
         if self._checker.error:

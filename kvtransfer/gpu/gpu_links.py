@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtransfer.compute_fence import CudaFence
 from kvtransfer.copy_plan import plan_copy
-from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
+from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult
 from kvtransfer.endpoint.peers import PeerKey
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.gpu.copy_kernel import PieceCopier
@@ -35,7 +35,7 @@ class Mapping:
 
 
 class GpuLinks:
-    """Has the copy thread's interface (`submit`, `results`, `error`, `close`) and what the GPU links need besides.
+    """Has the interface of `CopyThreads` (`submit`, `results`, `error`, `close`) and what the GPU links need besides.
 
     `on_result` is called, by the device's thread, whenever `results`, `mappings` or `nccl_events` has got something.
     """

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult, CopyThread
+from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult, CopyThreads
 from kvtransfer.endpoint.loop import EndpointLoop
 from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import probe
@@ -160,7 +160,7 @@ class Storm:
         due = {num_begun * (i + 1) // (len(restarts) + 1): side for i, side in enumerate(restarts)}
         self.most_open = 0
         with (
-            patch.object(CopyThread, "_copy", self._copy(CopyThread._copy)),
+            patch.object(CopyThreads, "_copy", self._copy(CopyThreads._copy)),
             patch.object(EndpointLoop, "_send_blocks", self._send(EndpointLoop._send_blocks)),
         ):
             while steps:
@@ -340,7 +340,7 @@ class Storm:
         return self.transfers[transfer_id].fate == "unreadable"
 
     def _copy(self, real: Any) -> Any:
-        def copy(thread: CopyThread, job: CopyJob) -> CopyResult:
+        def copy(thread: CopyThreads, job: CopyJob) -> CopyResult:
             if self._is_unreadable(job.piece.transfer_id):
                 return CopyResult(job, 0.0, time.monotonic(), "transport", "for a test")
             transfer_id = job.piece.transfer_id

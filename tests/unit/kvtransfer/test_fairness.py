@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult, CopyThread
+from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult, CopyThreads
 from kvtransfer.endpoint.loop import EndpointLoop
 from kvtransfer.messages import Fetch
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, NUM_BLOCKS, Cluster, Rank, eventually, is_known_whole
@@ -34,9 +34,9 @@ class Order:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     order = Order()
-    copy, send = CopyThread._copy, EndpointLoop._send_blocks
+    copy, send = CopyThreads._copy, EndpointLoop._send_blocks
 
-    def noted_copy(thread: CopyThread, job: CopyJob) -> CopyResult:
+    def noted_copy(thread: CopyThreads, job: CopyJob) -> CopyResult:
         order.note(job.piece.transfer_id)
         return copy(thread, job)
 
@@ -44,7 +44,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
         order.note(fetch.transfer_id)
         send(loop, importer, fetch)
 
-    monkeypatch.setattr(CopyThread, "_copy", noted_copy)
+    monkeypatch.setattr(CopyThreads, "_copy", noted_copy)
     monkeypatch.setattr(EndpointLoop, "_send_blocks", noted_send)
     yield order
     order.may_go_on.set()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import messages
 from kvtransfer.copy_plan import plan_copy
-from kvtransfer.endpoint.copy_thread import CopyResult
+from kvtransfer.endpoint.copy_threads import CopyResult
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
 from kvtransfer.endpoint.importer import Importer

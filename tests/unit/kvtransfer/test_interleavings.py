@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.copy_plan import CopyPlan, plan_copy
-from kvtransfer.endpoint.copy_thread import CopyJob, CopyResult
+from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult
 from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity

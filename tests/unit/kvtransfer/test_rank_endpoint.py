@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.copy_plan import CopyPlan
-from kvtransfer.endpoint import copy_thread
+from kvtransfer.endpoint import copy_threads
 from kvtransfer.links.host_memory import read_memory
 from tests.unit.kvtransfer.rank_pair import FACTS, PROMPT_HASH, Cluster, Rank, eventually
 
@@ -272,7 +272,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(copy_thread, "read_memory", gate.read_memory)
+    monkeypatch.setattr(copy_threads, "read_memory", gate.read_memory)
     yield gate
     gate.open.set()
 

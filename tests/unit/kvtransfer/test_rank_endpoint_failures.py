@@ -279,7 +279,7 @@ def test_the_death_of_the_copy_thread_is_noticed(cluster: Cluster, monkeypatch: 
     def broken(pid: int, plan: object) -> None:
         raise RuntimeError("for a test")
 
-    monkeypatch.setattr("kvtransfer.endpoint.copy_thread.read_memory", broken)
+    monkeypatch.setattr("kvtransfer.endpoint.copy_threads.read_memory", broken)
     exporter, importer = cluster.rank(), cluster.rank()
     exporter.export("t", [1], 4)
     importer.import_("t", exporter, [7], num_tokens=4)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.endpoint import copy_thread
+from kvtransfer.endpoint import copy_threads
 from kvtransfer.endpoint.frames import from_importer
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.links.host_memory import read_memory
@@ -369,7 +369,7 @@ def test_a_cancelled_load_closes_only_after_the_copies_of_all_shards_are_quiet(
         assert gate.wait(5)
         read_memory(pid, plan)
 
-    monkeypatch.setattr(copy_thread, "read_memory", slow)
+    monkeypatch.setattr(copy_threads, "read_memory", slow)
     workers = Workers(cluster, "host")
     exporter, importer = workers.start(2), workers.start(1)
     try:

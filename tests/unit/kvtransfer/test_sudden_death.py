@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.copy_plan import CopyPlan
-from kvtransfer.endpoint import copy_thread
+from kvtransfer.endpoint import copy_threads
 from kvtransfer.links.host_memory import read_memory
 from kvtransfer.links.zmq_frames import HostMemory
 from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, eventually, is_known_whole, make_cache
@@ -47,7 +47,8 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
         killer.piece_begins()
         scatter(memory, *arguments)
 
-    monkeypatch.setattr(copy_thread, "read_memory", killing_read)
+    monkeypatch.setattr(copy_threads, "NUM_THREADS", 1)  # so that the first piece has ended
+    monkeypatch.setattr(copy_threads, "read_memory", killing_read)
     monkeypatch.setattr(HostMemory, "scatter", killing_scatter)
     return killer
 
