@@ -90,7 +90,7 @@ class GpuCluster:
         patient = {"attach_wait_s": 5.0, "stalled_after_s": 5.0, "peer_lost_after_s": 5.0}  # many threads on few cores
         links = ("cuda_ipc", "nccl", "zmq")
         settings = self._cluster.settings(**{"chunk_bytes": 4096, "links": links, **patient, **changes})
-        rank.start(replace(settings, prepare_within_s=changes.get("prepare_within_s", 3.0)), facts)
+        rank.start(replace(settings, prepare_within_s=changes.get("prepare_within_s", 10.0)), facts)
         self.ranks.append(rank)
         return rank
 
