@@ -282,10 +282,9 @@ class Dispatcher:
     def _let_follow(self, group: str) -> None:
         """Sends waiting siblings where their leader has the prompt."""
         leader = self.trips.get(self.siblings.leader_of(group))
-        following = self.siblings.following(leader) if leader is not None else None
-        if following is None:
+        worker = self._pool.roster.workers.get(leader.flight.decode) if leader is not None else None
+        if leader is None or worker is None or not worker.alive or not (following := self.siblings.following(leader)):
             return
-        worker = self._pool.roster.workers[following.worker_id]
         follow = PrefillOnly if worker.role == "prefill" else Local
         for request_id in following.request_ids:
             trip = self.trips.get(request_id)
@@ -307,10 +306,10 @@ class Dispatcher:
         trip.flight = step.flight
         for action in step.actions:
             self._perform(trip, action)
+        if trip.group:
+            self._let_follow(trip.group)  # also when it has finished: held outputs may come and end it all at once
         if trip.flight.finished:
             self._forget(trip)
-        elif trip.group:
-            self._let_follow(trip.group)
 
     def _perform(self, trip: Trip, action: Action) -> None:
         match action:

@@ -90,8 +90,8 @@ def _has_prompt(leader: Trip) -> bool:
     match leader.flight.stage:
         case Stage.LOCAL | Stage.DECODING:
             return True
-        case Stage.HANDING_OVER:
-            # Its report of the hand-over is on the way; an output tells as much.
+        case Stage.HANDING_OVER | Stage.FINISHED:
+            # Its report of the hand-over is on the way, or was; an output tells as much.
             return leader.num_outputs > (1 if leader.shape.first_token_mode else 0)
         case _:
             return False

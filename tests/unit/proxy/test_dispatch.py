@@ -169,6 +169,17 @@ async def test_of_three_siblings_one_is_handed_over_and_the_others_follow(tmp_pa
         cluster.assert_idle()
 
 
+async def test_siblings_follow_a_leader_that_ends_at_once_when_its_scores_come(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path, "prefill-0", "decode-0", "decode-1") as cluster:
+        cluster["prefill-0"].output_delay_s = 0.3  # the decode worker has long finished, and its outputs wait
+        answer = await cluster.run(n=3, temperature=0.8, output_kind=RequestOutputKind.FINAL_ONLY, prompt_logprobs=0)
+        assert answer.tokens == {index: generate(PROMPT, 5) for index in range(3)}
+        assert len(cluster["prefill-0"].submitted) == 1
+        assert sorted(len(cluster[w].submitted) for w in ("decode-0", "decode-1")) == [0, 3]
+        await until(lambda: cluster.client.dispatcher.trips == {})
+        cluster.assert_idle()
+
+
 async def test_siblings_of_one_token_all_come_from_one_prefill_worker(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path, "prefill-0", "prefill-1", "decode-0") as cluster:
         answer = await cluster.run(n=3, max_tokens=1, temperature=0.8)
