@@ -279,24 +279,27 @@ class Dispatcher:
         log.info("placed request=%s placement=%s", trip.request_id, placement)
         self._feed(trip, Placed(placement))
 
-    def _let_follow(self, group: str) -> None:
-        """Sends waiting siblings where their leader has the prompt."""
+    def _let_follow(self, group: str, ended_at: str = "") -> None:
+        """Sends waiting siblings where their leader has the prompt; `ended_at`: where it had it, if it has ended."""
         leader = self.trips.get(self.siblings.leader_of(group))
-        worker = self._pool.roster.workers.get(leader.flight.decode) if leader is not None else None
-        if leader is None or worker is None or not worker.alive or not (following := self.siblings.following(leader)):
+        if leader is None:
+            return
+        worker = self._pool.roster.workers.get(leader.flight.decode or ended_at)
+        if worker is None or not worker.alive or not (following := self.siblings.following(leader)):
             return
         follow = PrefillOnly if worker.role == "prefill" else Local
         for request_id in following.request_ids:
             trip = self.trips.get(request_id)
             if trip is not None:
                 trip.scores = following.scores
-                self._put(trip, follow(following.worker_id, "sibling"))
+                self._put(trip, follow(worker.worker_id, "sibling"))
 
     # ---------------------------------------------------------------------------------------- flights' actions
 
     def _feed(self, trip: Trip, event: Event) -> None:
         if trip.flight.finished:
             return
+        decode_before = trip.flight.decode
         try:
             step = advance(trip.flight, event)
         except IllegalTransition as error:
@@ -307,7 +310,8 @@ class Dispatcher:
         for action in step.actions:
             self._perform(trip, action)
         if trip.group:
-            self._let_follow(trip.group)  # also when it has finished: held outputs may come and end it all at once
+            # Also when it has finished: held outputs may come and end it all at once.
+            self._let_follow(trip.group, ended_at=decode_before)
         if trip.flight.finished:
             self._forget(trip)
 

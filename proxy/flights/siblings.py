@@ -25,7 +25,6 @@ class Following:
     """Siblings that may go where the prompt is."""
 
     request_ids: tuple[str, ...]
-    worker_id: str
     scores: Any
 
 
@@ -65,7 +64,7 @@ class Siblings:
             return None
         group.scores = group.scores or leader.scores
         followers, group.waiting = tuple(group.waiting), []
-        return Following(followers, leader.flight.decode, group.scores)
+        return Following(followers, group.scores)
 
     def leave(self, trip: Trip) -> str | None:
         """A request has ended. Returns the request id of the sibling that leads from now on and must be placed."""
