@@ -28,7 +28,7 @@ help: ## this list
 run: $(STAMP) ## set up, start 1 prefill + 1 decode worker, show one chat, serve until Ctrl-C
 	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS) || [ $$? -eq 130 ] # Ctrl-C is how it ends
 
-test: test-unit ## all tests: unit, then those with real engines (at most 15 minutes on 2 cores)
+test: test-unit ## all tests: unit, then those with real engines (at most 20 minutes on 2 cores)
 	$(BIN)/python -m pytest tests/engine $(ARGS)
 	@# A session of its own: the engines above have to give their memory back first.
 	$(BIN)/python -m pytest tests/chaos $(ARGS)

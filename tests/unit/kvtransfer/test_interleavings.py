@@ -285,7 +285,7 @@ def carry_out(plan: CopyPlan) -> None:
         ctypes.memmove(target, source, length)
 
 
-NUM_WORLDS = 250
+NUM_WORLDS = 150
 
 
 @pytest.mark.parametrize("wants_first_token", [True, False], ids=["token", "exact"])
