@@ -140,8 +140,7 @@ class LocalLauncher:
 
     async def _start_watchdog(self) -> None:
         self._watchdog = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", "-S", watchdog.__file__),
+            *watchdog.COMMAND,
             stdin=asyncio.subprocess.PIPE,
             # Not ours: whoever reads our output must not wait for the watchdog to end.
             stdout=asyncio.subprocess.DEVNULL,
@@ -228,7 +227,7 @@ class LocalLauncher:
 
     def _tell_watchdog(self, sign: str, group: int) -> None:
         if self._watchdog is not None and self._watchdog.stdin is not None and self._watchdog.returncode is None:
-            self._watchdog.stdin.write(f"{sign}{group}\n".encode())
+            self._watchdog.stdin.write(watchdog.told(sign, group))
 
     async def _dismiss_watchdog(self) -> None:
         if self._watchdog is None or self._watchdog.stdin is None:

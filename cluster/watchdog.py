@@ -15,10 +15,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+COMMAND = (sys.executable, "-I", "-S", __file__)
 GRACE_S = 3.0
 _POLL_S = 0.02
 # A killed process has to give back its memory before it is gone, and its resource tracker to clean up.
 DEATH_S = 1.0
+
+
+def told(sign: str, group: int) -> bytes:
+    """The line that says of a group that it is alive, `+`, or not to be ended any more, `-`."""
+    return f"{sign}{group}\n".encode()
 
 
 def members(group: int) -> list[int]:

@@ -67,6 +67,11 @@ class Region:
         return np.array(self.run_offsets, dtype=np.uint64) + np.uint64(self.base_address)
 
 
+def regions_in(layers: Sequence[Sequence[Region]], first_layer: int, num_layers: int) -> tuple[Region, ...]:
+    """Those of some consecutive layers, in one row."""
+    return tuple(itertools.chain.from_iterable(layers[first_layer : first_layer + num_layers]))
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """What shapes and strides cannot tell."""
@@ -168,9 +173,6 @@ class CacheMap:
     def of(cls, layout: CacheLayout, num_blocks: int, layers: tuple[tuple[Region, ...], ...]) -> Self:
         """A map of memory that somebody else keeps alive."""
         return cls(layout, num_blocks, layers, ())
-
-    def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
-        return tuple(itertools.chain.from_iterable(self.layers[first_layer : first_layer + num_layers]))
 
     def cut(self, layers: Sequence[Sequence[Runs]]) -> tuple[tuple[Region, ...], ...]:
         """Per layer the regions of what is shared with another rank."""

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -151,19 +150,19 @@ class Server:
             self.process.kill()
         self.process.wait(10)
         if self._watchdog.poll() is None:
-            self._watchdog.communicate(f"-{self.process.pid}\n".encode(), timeout=10)
+            self._watchdog.communicate(watchdog.told("-", self.process.pid), timeout=10)
 
 
 def _watch(group: int) -> "subprocess.Popen[bytes]":
     """The process that ends this group when our end of its standard input closes, however that happens."""
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", watchdog.__file__],
+        watchdog.COMMAND,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
     assert process.stdin is not None
-    process.stdin.write(f"+{group}\n".encode())
+    process.stdin.write(watchdog.told("+", group))
     process.stdin.flush()
     return process

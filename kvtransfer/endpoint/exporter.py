@@ -174,9 +174,8 @@ class Exporter:
             case Fetch():
                 self._queue(importer, message)
             case Check(transfer_id):
-                export = self._exports.get(transfer_id)
-                if export is not None and importer in export.lease.importers:
-                    self.checks.asked(importer, self._importers[importer], export, message)
+                if self._is_wanted(importer, message):  # otherwise the importer has been, or is being, told
+                    self.checks.asked(importer, self._importers[importer], self._exports[transfer_id], message)
             case Release(transfer_id, bytes_moved, copy_s):
                 self._count_copied(self._importers[importer].link, bytes_moved, copy_s)
                 self._release(importer, transfer_id)
@@ -321,8 +320,7 @@ class Exporter:
             self._tell([importer], [Attached(transfer_id, export.lease.until_s), *export.so_far()])
 
     def _queue(self, importer: bytes, fetch: Fetch) -> None:
-        export = self._exports.get(fetch.transfer_id)
-        if export is None or importer not in export.lease.importers or export.is_over(fetch):
+        if not self._is_wanted(importer, fetch):
             return  # the importer has been, or is being, told
         through_nccl = self.sends_through_nccl(importer)
         if through_nccl and fetch.generation != self.nccl.pairs.generation(importer):
@@ -331,7 +329,8 @@ class Exporter:
         if fetch.first_layer < 0 or not 0 < fetch.num_layers <= num_layers - fetch.first_layer:
             raise BadFrame(f"fetch of layers {fetch.first_layer}+{fetch.num_layers}; this model has {num_layers}")
         peer = self._importers[importer]
-        if not fetch.block_ids or not export.names_all([unit // peer.units_per_block for unit in fetch.block_ids]):
+        export = self._exports[fetch.transfer_id]
+        if not fetch.block_ids or not export.names_all(peer.blocks_of(fetch.block_ids)):
             raise BadFrame(f"fetch of blocks that transfer {fetch.transfer_id} did not name")
         num_bytes = payload_bytes(len(fetch.block_ids), peer.regions(fetch.first_layer, fetch.num_layers))
         largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import Import, Piece
-from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of
+from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of, regions_in
 from kvtransfer.links.negotiation import READING_LINKS, LinkSide, unusable_links
 from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation, Welcome
 from kvtransfer.resharding.forms import CacheForm
@@ -72,7 +72,11 @@ class ImporterPeer:
         return _largest(self.layers)
 
     def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
-        return tuple(region for layer in self.layers[first_layer : first_layer + num_layers] for region in layer)
+        return regions_in(self.layers, first_layer, num_layers)
+
+    def blocks_of(self, units: Iterable[int]) -> list[int]:
+        """Our blocks in which these lie."""
+        return [unit // self.units_per_block for unit in units]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class ExporterPeer:
     last_blocks_s: float = 0.0
 
     def regions(self, piece: Piece) -> tuple[Region, ...]:
-        return _of_piece(self.layers, piece)
+        return regions_in(self.layers, piece.first_layer, piece.num_layers)
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -126,7 +130,7 @@ class ExporterPeer:
 
     def target_regions(self, piece: Piece) -> tuple[Region, ...]:
         """Ours, in the same order."""
-        return _of_piece(self.targets, piece)
+        return regions_in(self.targets, piece.first_layer, piece.num_layers)
 
     def has_block(self, block_id: int) -> bool:
         return block_id >= 0 and (self.num_blocks is None or block_id < self.num_blocks)
@@ -181,12 +185,6 @@ def _share(
 
 def _largest(layers: tuple[tuple[Region, ...], ...]) -> int:
     return max((sum(region.bytes_per_block for region in layer) for layer in layers), default=0)
-
-
-def _of_piece(layers: tuple[tuple[Region, ...], ...], piece: Piece) -> tuple[Region, ...]:
-    return tuple(
-        region for layer in layers[piece.first_layer : piece.first_layer + piece.num_layers] for region in layer
-    )
 
 
 def regions_of(regions: list[MemoryRegion], common: Share | CacheLayout) -> tuple[tuple[Region, ...], ...]:

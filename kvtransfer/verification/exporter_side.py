@@ -16,12 +16,10 @@ class ExportChecks:
         self._under_way: dict[tuple[bytes, int], Check] = {}  # by importer and check id
 
     def asked(self, importer: bytes, peer: ImporterPeer, export: Export, check: Check) -> None:
-        """Raises BadFrame for a message that no correct importer sends."""
-        if export.is_over(check):
-            return  # the importer has been, or is being, told
+        """To be called while the export is not over. Raises BadFrame for a message that no correct importer sends."""
         if not export.is_done:
             raise BadFrame(f"a check of transfer {check.transfer_id}, which is still being computed")
-        names_all = export.names_all([unit // peer.units_per_block for unit in check.block_ids])
+        names_all = export.names_all(peer.blocks_of(check.block_ids))
         if not 0 < len(check.block_ids) <= MAX_CHECK_BLOCKS or not names_all:
             raise BadFrame(
                 f"a check of {len(check.block_ids)} blocks of transfer {check.transfer_id}: too many, or not its own"

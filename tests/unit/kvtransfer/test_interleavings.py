@@ -20,7 +20,7 @@ from kvtransfer.endpoint.exporter import Exporter
 from kvtransfer.endpoint.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.imports import Piece
-from kvtransfer.layout import Region, probe
+from kvtransfer.layout import Region, probe, regions_in
 from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, FromExporter, FromImporter
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, NUM_LAYERS, PROMPT_HASH, Cluster, make_cache
@@ -130,7 +130,7 @@ class World:
         found = self.exporter.next_fetch()
         assert found
         fetch = found[1]
-        regions = self.their_map.regions(fetch.first_layer, fetch.num_layers)
+        regions = regions_in(self.their_map.layers, fetch.first_layer, fetch.num_layers)
         payload = bytes(gather(fetch.block_ids, regions, np.empty(1 << 16, dtype=np.uint8)))
         if is_preempted_meanwhile:
             self.preempt()
@@ -168,7 +168,7 @@ class World:
 
     def read(self, job: CopyJob, first: int, end: int) -> None:
         piece = job.piece
-        targets = self.our_map.regions(piece.first_layer, piece.num_layers)
+        targets = regions_in(self.our_map.layers, piece.first_layer, piece.num_layers)
         carry_out(plan_copy(piece.source_ids, piece.target_ids, job.sources[first:end], targets[first:end]))
 
     def lose_exporter(self) -> None:
