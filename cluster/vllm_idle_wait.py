@@ -11,6 +11,8 @@ Relies on `SpinCondition.wait` and the attributes `last_read`, `busy_loop_s`, `p
 
 import os
 import time
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING
 
 import zmq
@@ -31,19 +33,18 @@ def register() -> None:
         return
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-    if SpinCondition.wait is not wait_asleep:
-        global _wait_idle
-        _wait_idle = SpinCondition.wait
-        SpinCondition.wait = wait_asleep
+    if not hasattr(SpinCondition.wait, "__wrapped__"):
+        SpinCondition.wait = asleep(SpinCondition.wait)
 
 
-def wait_asleep(condition: "SpinCondition", timeout_ms: int | None = None) -> None:
+def asleep(wait: Callable[..., None]) -> Callable[..., None]:
     """`SpinCondition.wait` that sleeps where vLLM's yields; its caller looks for data after each return."""
-    if time.monotonic() > condition.last_read + condition.busy_loop_s:
-        _wait_idle(condition, timeout_ms)
-    elif condition.local_notify_socket in dict(condition.poller.poll(MISSED_NOTICE_MS)):
-        condition.local_notify_socket.recv(flags=zmq.NOBLOCK, copy=False)
 
+    @wraps(wait)
+    def wait_asleep(condition: "SpinCondition", timeout_ms: int | None = None) -> None:
+        if time.monotonic() > condition.last_read + condition.busy_loop_s:
+            wait(condition, timeout_ms)
+        elif condition.local_notify_socket in dict(condition.poller.poll(MISSED_NOTICE_MS)):
+            condition.local_notify_socket.recv(flags=zmq.NOBLOCK, copy=False)
 
-def _wait_idle(condition: "SpinCondition", timeout_ms: int | None) -> None:
-    raise RuntimeError("wait_asleep was called before register()")
+    return wait_asleep

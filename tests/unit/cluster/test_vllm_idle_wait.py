@@ -16,7 +16,6 @@ from cluster import vllm_idle_wait
 def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(vllm_idle_wait.VARIABLE, "asleep")
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # given back after the test
-    monkeypatch.setattr(vllm_idle_wait, "_wait_idle", vllm_idle_wait._wait_idle)
 
     def no_yield() -> None:  # writers may: they wait only for readers that are far behind
         assert threading.current_thread() is not threading.main_thread(), "the reader yields"
