@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from proxy.scheduling.slo import DEFAULT_STANDING, Standing
+
 Role = Literal["prefill", "decode"]
 
 
@@ -56,3 +58,4 @@ class RequestShape:
     """Prompt logprobs: only a worker that computes the whole prompt can give them."""
     local_because: str = ""
     """Not empty: this request cannot be handed over (pooling, images, embeddings, streamed input), and why."""
+    standing: Standing = DEFAULT_STANDING
