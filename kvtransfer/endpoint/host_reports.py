@@ -5,9 +5,9 @@ import os
 
 import zmq
 
-from kvtransfer.endpoint.exporter import Exporter
+from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_host
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import open_socket, waiting_messages

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kvtransfer.endpoint.copy_threads import Copier, CopyThreads
-from kvtransfer.endpoint.exporter import Exporter
+from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
 from kvtransfer.endpoint.host_reports import HostReports
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import PeerSocket, Wakeup, bind_exporter, waiting_messages

@@ -1,7 +1,7 @@
 """Which pairs of ranks have a communicator, and whose turn it is: one half for each side. Pure.
 
 Both halves keep at most `max_pairs`, since a communicator costs 50 to 100 MB of GPU memory and two staging buffers;
-the one that was idle longest makes room. `endpoint/exporter.py` and `endpoint/importer.py` own them.
+the one that was idle longest makes room. `endpoint/exporting` and `endpoint/importing` own them.
 """
 
 from collections.abc import Hashable

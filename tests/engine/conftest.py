@@ -87,13 +87,6 @@ def zmq_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
     yield from _serve("cluster-zmq", config, log_dir)
 
 
-@pytest.fixture(scope="module")
-def layers_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
-    """As `cluster`, with a P that announces layers of the last chunk."""
-    transfer = {"links": ["host"], "announce_layers": 6}
-    yield from _serve("cluster-layers", cluster_config(model_path, free_port(), transfer=transfer), log_dir)
-
-
 def _serve(name: str, config: dict[str, Any], log_dir: Path) -> Iterator[Server]:
     server = Server(twinpool(name, config, log_dir), log_dir)
     try:

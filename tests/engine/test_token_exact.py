@@ -7,8 +7,8 @@ import pytest
 from lab.server_process import Server
 from tests.engine.conftest import PromptMaker
 from tests.engine.golden import Golden
-from tests.engine.observed import Moved, worker
-from tests.engine.servers import BLOCK, CONTEXT, PREFILL_BLOCKS, http, reset_prefix_caches
+from tests.engine.observed import Moved, counters, worker
+from tests.engine.servers import BLOCK, CHUNK, CONTEXT, PREFILL_BLOCKS, http, reset_prefix_caches
 from tests.engine.token_cases import CROWD, TOKEN_CASES, TokenCase, TokenReply, generate
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
@@ -18,7 +18,7 @@ KV_BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * BLOCK
 TIE = 0.25
 """bf16 logits of this size come in steps of an eighth: two steps may be rounding."""
 EDGES = [case for case in TOKEN_CASES if case.num_tokens in (129, 193, 256, 257, 385, 577)]
-LAST_CHUNKS = [case for case in TOKEN_CASES if case.num_tokens in (1, 128, 193, 384, 700, CONTEXT - 2)]
+LAST_CHUNKS = [case for case in TOKEN_CASES if case.num_tokens in (1, 2, 64, 127, 128, 193, 257, 384, 700, CONTEXT - 2)]
 """Of one token, one block, a chunk and one token, whole chunks, and with a rest of a block at the end."""
 
 
@@ -70,7 +70,7 @@ def test_tokens_over_link_host_are_a_single_engines(
     _cold_then_warm(cluster, "host", case, golden, prompt, stream_first=False)
 
 
-@pytest.mark.parametrize("case", TOKEN_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LAST_CHUNKS, ids=lambda case: case.name)
 def test_tokens_over_link_zmq_are_a_single_engines(
     case: TokenCase, golden: Golden, zmq_cluster: Server, make_prompt: PromptMaker
 ) -> None:
@@ -78,12 +78,21 @@ def test_tokens_over_link_zmq_are_a_single_engines(
     _cold_then_warm(zmq_cluster, "zmq", case, golden, prompt, stream_first=True)
 
 
-@pytest.mark.parametrize("case", LAST_CHUNKS, ids=lambda case: case.name)
-def test_tokens_over_link_host_are_a_single_engines_when_layers_are_announced(
-    case: TokenCase, golden: Golden, layers_cluster: Server, make_prompt: PromptMaker
+def test_announcing_layers_leaves_less_to_copy_when_the_prefill_ends(
+    zmq_cluster: Server, make_prompt: PromptMaker
 ) -> None:
-    prompt = make_prompt(case.seed, case.num_tokens)
-    _cold_then_warm(layers_cluster, "host", case, golden, prompt, stream_first=False)
+    last_chunk = KV_BYTES_PER_BLOCK * _blocks(CHUNK)
+    left = []
+    for seed in range(950, 955):
+        before = counters(zmq_cluster.url)
+        moved = Moved(zmq_cluster.url, "zmq")
+        with http(zmq_cluster) as client:
+            generate(client, make_prompt(seed, 2 * CHUNK), 2, stream=False)
+        moved.wait_for_handovers()
+        assert moved.bytes_ == KV_BYTES_PER_BLOCK * _blocks(2 * CHUNK)
+        name = "twinpool_handover_bytes_left_sum"
+        left.append(counters(zmq_cluster.url)[name] - before.get(name, 0.0))
+    assert min(left) < last_chunk / 2, f"of {last_chunk} bytes of a last chunk {left} were left"
 
 
 @pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)

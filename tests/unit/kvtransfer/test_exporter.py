@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvtransfer.endpoint.exporter import Exporter
+from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_importer
 from kvtransfer.endpoint.peers import RankIdentity
 from kvtransfer.layout import probe

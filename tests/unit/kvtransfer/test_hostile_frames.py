@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kvtransfer import messages
 from kvtransfer.copy_plan import plan_copy
 from kvtransfer.endpoint.copy_threads import CopyResult
-from kvtransfer.endpoint.exporter import Exporter
+from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.loop import _LocalMemory
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings

@@ -16,8 +16,8 @@ import pytest
 
 from kvtransfer.copy_plan import CopyPlan, plan_copy
 from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult
-from kvtransfer.endpoint.exporter import Exporter
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.exporting.exporter import Exporter
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.imports import Piece
 from kvtransfer.layout import Region, probe, regions_in

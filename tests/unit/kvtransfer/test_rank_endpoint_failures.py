@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvtransfer import messages
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.rank_endpoint import EndpointDied
 from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, Rank, eventually
 

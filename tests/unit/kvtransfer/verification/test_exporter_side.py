@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.endpoint.exporter import Exporter
+from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.messages import MAX_CHECK_BLOCKS, Check, Checksums, Failed
 from kvtransfer.verification.check_thread import CheckResult

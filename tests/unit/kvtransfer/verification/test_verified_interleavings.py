@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import RankIdentity
 from kvtransfer.imports import Import
 from kvtransfer.links.zmq_frames import HostMemory

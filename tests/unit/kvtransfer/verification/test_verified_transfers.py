@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.endpoint.importer import Importer
+from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.gpu.device import CudaUnusable
 from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import Region

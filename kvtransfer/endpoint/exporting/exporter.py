@@ -4,20 +4,22 @@ The endpoint's thread is the only caller. `importer` is the ZMQ routing id of an
 """
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtransfer.copy_plan import payload_bytes
+from kvtransfer.endpoint.exporting.fetch_queue import FetchQueue
+from kvtransfer.endpoint.exporting.greeting import greet
+from kvtransfer.endpoint.exporting.nccl_exports import NcclExports
 from kvtransfer.endpoint.frames import BadFrame
-from kvtransfer.endpoint.nccl_exports import NcclExports
-from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity, importer_peer
+from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity
 from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
 from kvtransfer.export import ClosedExport, Export
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.lease import READABLE_STATES, LeaseState
 from kvtransfer.links.nccl_orders import NcclEvent
-from kvtransfer.links.negotiation import READING_LINKS, LinkSide, choose_link
+from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import (
     Attach,
     Attached,
@@ -31,13 +33,9 @@ from kvtransfer.messages import (
     FromExporter,
     FromImporter,
     Hello,
-    MemoryRegion,
     Refused,
     Release,
-    Welcome,
 )
-from kvtransfer.resharding.pairing import differing_fields
-from kvtransfer.resharding.shares import NotShareable
 from kvtransfer.verification.check_thread import CheckResult
 from kvtransfer.verification.exporter_side import ExportChecks
 
@@ -68,12 +66,11 @@ class Exporter:
         self._settings = settings
         self._cache = cache
         self._identity = identity
-        self._fingerprint = cache.layout.fingerprint()
         self._importers: dict[bytes, ImporterPeer] = {}  # those that may attach, by routing id
         self._routing_ids: dict[str, bytes] = {}  # of the same, by their epochs
         self._exports: dict[str, Export] = {}
         self._waiting: dict[tuple[bytes, str], _WaitingAttach] = {}
-        self._fetches: dict[tuple[bytes, str], deque[Fetch]] = {}  # in the order they are served, round robin
+        self._fetches = FetchQueue()
         self._ended: dict[str, Failed] = {}  # what to answer about the last ones that closed
         self._reasons: dict[str, str] = {}  # why transfers that are still open were called off
         self.outbox: list[tuple[bytes, FromExporter]] = []
@@ -102,7 +99,7 @@ class Exporter:
     @property
     def has_fetches(self) -> bool:
         """Some can be served now; others may wait for their communicator."""
-        return any(self._can_serve(importer) for importer, _ in self._fetches)
+        return self._fetches.has_any(self._can_serve)
 
     # What the engine says.
 
@@ -129,7 +126,7 @@ class Exporter:
     def restart(self, now_s: float, transfer_id: str) -> None:
         if export := self._named(transfer_id, "restarted"):
             self._tell(export.lease.importers, export.restart())
-            self._forget_fetches(transfer_id)
+            self._fetches.forget(transfer_id)
 
     def finish(
         self, now_s: float, transfer_id: str, block_ids: Sequence[int], num_tokens: int, first_token: int | None
@@ -197,14 +194,7 @@ class Exporter:
 
     def next_fetch(self) -> tuple[bytes, Fetch] | None:
         """The next one to serve; each transfer has its turn, whatever its size."""
-        key = next((key for key in self._fetches if self._can_serve(key[0])), None)
-        if key is None:
-            return None
-        queue = self._fetches.pop(key)
-        fetch = queue.popleft()
-        if queue:
-            self._fetches[key] = queue
-        return key[0], fetch
+        return self._fetches.take(self._can_serve)
 
     def regions(self, importer: bytes, fetch: Fetch) -> tuple[Region, ...]:
         """Where the bytes of a fetch of this importer lie."""
@@ -252,50 +242,23 @@ class Exporter:
             self._end(export.transfer_id, export.lease.outcome or "aborted")
 
     def _greet(self, importer: bytes, hello: Hello) -> None:
-        mine = self._cache.layout.fields()
-        if hello.exporter_epoch != self._identity.epoch:
-            self._refuse(importer, f"epoch {hello.exporter_epoch} is over, this is another process", [])
+        greeting = greet(hello, self._settings, self._cache, self._identity)
+        if isinstance(greeting, Refused):
+            self._tell([importer], [greeting])
+            log.warning("importer_refused reason=%r", greeting.reason)
             return
-        differing = [] if hello.fingerprint == self._fingerprint else differing_fields(mine, hello.layout_fields)
-        if differing:
-            pairs = [f"{field.name} is {field.exporter} here and {field.importer} there" for field in differing]
-            self._refuse(importer, f"the KV layouts differ: {', '.join(pairs)}", [field.name for field in differing])
-            return
-        us = self._identity
-        theirs = LinkSide(
-            hello.links, hello.host_id, hello.pid, hello.device, hello.nccl_version, unusable=hello.unusable
-        )
-        choice = choose_link(theirs, us.link_side(self._settings.links))
-        if not choice.link:
-            self._refuse(importer, choice.why, ["links"])
-            return
-        our_rank = self._settings.rank
-        try:
-            peer = importer_peer(hello, choice.link, self._cache, our_rank)
-        except NotShareable as error:
-            self._refuse(importer, f"the KV caches cannot be cut alike: {error}", ["form"])
-            return
-        reads_memory = choice.link in READING_LINKS
-        if choice.link != "nccl":
-            self.nccl.forget(importer, f"the importer changed to the link {choice.link}")
+        answer = greeting.answer
+        if answer.link != "nccl":
+            self.nccl.forget(importer, f"the importer changed to the link {answer.link}")
         previous = self._routing_ids.get(hello.epoch)
         if previous is not None and previous != importer:
             self._forget_importer(previous)  # before it greets again, an importer gives up what it did before
-        self._importers[importer] = peer
+        self._importers[importer] = greeting.peer
         self._routing_ids[hello.epoch] = importer
-        regions = peer.regions(0, self._cache.layout.num_layers) if reads_memory else ()
-        memory = [MemoryRegion(r.base_address, r.block_stride_bytes, r.num_blocks) for r in regions]
-        allocations = list(us.allocations) if choice.link == "cuda_ipc" else []
-        form = self._cache.layout.form
-        welcome = Welcome(us.epoch, our_rank, choice.link, choice.why, us.pid, memory, allocations, form)
-        self._tell([importer], [welcome])
-        if previous is None and hello.pid and hello.host_id == us.host_id:
+        self._tell([importer], [answer])
+        if previous is None and hello.pid and hello.host_id == self._identity.host_id:
             self.welcomed.append((hello.epoch, hello.pid))
-        log.info("importer_welcomed rank=%d epoch=%s link=%s why=%r", hello.rank, hello.epoch, choice.link, choice.why)
-
-    def _refuse(self, importer: bytes, reason: str, differing_fields: list[str]) -> None:
-        self._tell([importer], [Refused(self._identity.epoch, reason, differing_fields)])
-        log.warning("importer_refused reason=%r", reason)
+        log.info("importer_welcomed rank=%d epoch=%s link=%s why=%r", hello.rank, hello.epoch, answer.link, answer.why)
 
     def _attach(self, now_s: float, importer: bytes, attach: Attach) -> None:
         transfer_id = attach.transfer_id
@@ -336,10 +299,10 @@ class Exporter:
         largest = max(MAX_FETCH_BYTES, max(self._cache.layout.layer_bytes))
         if through_nccl:
             largest = self.nccl.pairs.staging_bytes(importer)
-        num_waiting = len(self._fetches.get((importer, fetch.transfer_id), ()))
+        num_waiting = self._fetches.num_waiting(importer, fetch.transfer_id)
         if num_bytes > largest or num_waiting >= MAX_FETCHES_QUEUED:
             raise BadFrame(f"fetch of {num_bytes} bytes with {num_waiting} fetches waiting")
-        self._fetches.setdefault((importer, fetch.transfer_id), deque()).append(fetch)
+        self._fetches.add(importer, fetch)
 
     def _beat(self, now_s: float, importer: bytes, transfer_ids: list[str]) -> None:
         until_s = now_s + self._settings.lease_renew_s
@@ -355,7 +318,7 @@ class Exporter:
         if waiting := self._waiting.get((importer, transfer_id)):
             self._waiting[importer, transfer_id] = replace(waiting, is_released=True)
         if export := self._exports.get(transfer_id):
-            self._forget_fetches(transfer_id, importer)
+            self._fetches.forget(transfer_id, importer)
             export.lease.release(importer)
             self._close_if_over(export)
 
@@ -368,7 +331,7 @@ class Exporter:
         self._importers.pop(importer, None)
         self.nccl.forget(importer, "the importer is lost")
         for export in list(self._exports.values()):
-            self._forget_fetches(export.transfer_id, importer)
+            self._fetches.forget(export.transfer_id, importer)
             export.lease.lose(importer)
             self._close_if_over(export)
         self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.importer != importer}
@@ -376,11 +339,7 @@ class Exporter:
     def _fail_importers(self, export: Export, reason: str) -> None:
         self._reasons.setdefault(export.transfer_id, reason)
         self._tell(export.lease.importers, [Failed(export.transfer_id, "aborted", reason)])
-        self._forget_fetches(export.transfer_id)
-
-    def _forget_fetches(self, transfer_id: str, importer: bytes | None = None) -> None:
-        for key in [key for key in self._fetches if key[1] == transfer_id and importer in (None, key[0])]:
-            del self._fetches[key]
+        self._fetches.forget(export.transfer_id)
 
     def _can_serve(self, importer: bytes) -> bool:
         return not (self.sends_through_nccl(importer) and self.nccl.pairs.is_busy(importer))
@@ -391,7 +350,7 @@ class Exporter:
 
     def _follow_nccl(self) -> None:
         for importer in self.nccl.take_broken():
-            self._fetches = {key: queue for key, queue in self._fetches.items() if key[0] != importer}
+            self._fetches.forget_importer(importer)
         self.outbox += self.nccl.take_messages()
 
     def _named(self, transfer_id: str, verb: str) -> Export | None:
@@ -407,7 +366,7 @@ class Exporter:
     def _end(self, transfer_id: str, outcome: str) -> None:
         if self._exports.pop(transfer_id, None) is None:
             return
-        self._forget_fetches(transfer_id)
+        self._fetches.forget(transfer_id)
         kind, reason = _KIND_OF_OUTCOME[outcome], self._reasons.pop(transfer_id, "")
         self._ended[transfer_id] = Failed(transfer_id, kind, f"the export was {outcome}: {reason}".rstrip(": "))
         if len(self._ended) > _ENDED_REMEMBERED:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtransfer.endpoint.copy_threads import NUM_THREADS, CopyJob, CopyResult
-from kvtransfer.endpoint.exporter_links import ExporterLinks
 from kvtransfer.endpoint.frames import BadFrame
-from kvtransfer.endpoint.nccl_imports import EndedPiece
+from kvtransfer.endpoint.importing.exporter_links import ExporterLinks
+from kvtransfer.endpoint.importing.nccl_imports import EndedPiece
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import ClosedImport, Import, Piece

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvtransfer.endpoint.frames import BadFrame
-from kvtransfer.endpoint.nccl_imports import EndedPiece, NcclImports
+from kvtransfer.endpoint.importing.nccl_imports import EndedPiece, NcclImports
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.imports import Import, Piece

@@ -1,0 +1,1 @@
+"""What a rank does to fetch the blocks of others."""
