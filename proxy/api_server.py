@@ -6,6 +6,7 @@ us), `AsyncLLM.from_vllm_config`.
 
 import asyncio
 import logging
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
 from proxy.dispatch_settings import dispatch_settings
+from proxy.listening import ListenError, listening_socket
 from proxy.metrics import ProxyMetrics
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
@@ -42,6 +44,7 @@ async def run_api_server(
     worker_exits: "asyncio.Queue[Any]",
     stop: asyncio.Event,
     on_join: Callable[[str], None] = lambda _worker_id: None,
+    listening: socket.socket | None = None,
 ) -> None:
     """Serves until `stop` is set.
 
@@ -53,12 +56,17 @@ async def run_api_server(
         worker_exits: `WorkerGone` objects of processes that ended.
         stop: ends the server; open requests get an error.
         on_join: called with the id of every worker that joins while the others are waited for.
+        listening: the bound socket to serve on; without one it is made from `config.server`.
 
     Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
     """
     # vLLM takes seconds to import; the launcher's event loop goes on meanwhile.
     abandoned = threading.Event()
-    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path, abandoned), stop)
+    try:
+        bound = listening or listening_socket(config.server)
+    except ListenError as error:
+        raise ProxyStartError(str(error)) from error
+    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path, bound, abandoned), stop)
     if server is None:
         abandoned.set()
         return
@@ -87,10 +95,10 @@ async def run_api_server(
         metrics.unregister()
 
 
-def _prepare(config: ClusterConfig, model_path: str, abandoned: threading.Event) -> Any:
+def _prepare(config: ClusterConfig, model_path: str, listening: socket.socket, abandoned: threading.Event) -> Any:
     from proxy.frontend.vllm_server import VllmServer
 
-    server = VllmServer(config, model_path)
+    server = VllmServer(config, model_path, listening)
     if abandoned.is_set():
         # Nobody waits for it any more; a thread cannot be cancelled.
         server.close()

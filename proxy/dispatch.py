@@ -41,6 +41,7 @@ from proxy.flights.events import (
     WorkerLost,
 )
 from proxy.flights.flight import Flight, IllegalTransition, Stage, advance
+from proxy.flights.front_end import FrontEnd, LocalFrontEnd
 from proxy.flights.legbook import Legbook
 from proxy.flights.lifetime import Lifetime, LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
@@ -72,8 +73,8 @@ EXPECTED_OUTPUT_TOKENS = 512
 class Dispatcher:
     """Owns every trip.
 
-    `on_failure(request_id, status, message)` tells the front end that a request failed and returns the ids of all
-    requests that ended with it there (its siblings).
+    `on_failure` is that of the front end in this process (`flights.front_end.LocalFrontEnd`), whose requests are added
+    without naming one.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Dispatcher:
         metrics: ProxyMetrics,
         on_failure: Callable[[str, int, str], Iterable[str]],
     ) -> None:
-        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
-        """`EngineCoreOutputs` for the front end, or the exception that ends it."""
+        self._local = LocalFrontEnd(on_failure)
+        self.outputs = self._local.outputs
         self.trips: dict[str, Trip] = {}
         self.recent = RecentHandovers()
         self.legs = Legbook()
@@ -92,11 +93,10 @@ class Dispatcher:
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._on_failure = on_failure
         self._transfers: dict[str, Trip] = {}
         self._late_news: deque[tuple[float, str]] = deque()
         self._queued: dict[str, None] = {}
-        self._batch: list[Any] = []
+        self._batches: dict[FrontEnd, list[Any]] = {}
         self._held_s = 0.0
         self._requests = LegRequests()
         self._decoder = OutputDecoder()
@@ -109,8 +109,10 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------- from the front end
 
-    def add(self, request_id: str, request: Any, shape: RequestShape, group: str = "") -> None:
-        """Takes a request. Whatever goes wrong with it reaches the client through `on_failure`."""
+    def add(
+        self, request_id: str, request: Any, shape: RequestShape, group: str = "", front_end: FrontEnd | None = None
+    ) -> None:
+        """Takes a request. Whatever goes wrong with it reaches the client through its front end."""
         known = self.trips.get(request_id)
         if known is not None:
             self._more_input(known, request)
@@ -124,7 +126,9 @@ class Dispatcher:
             reserve_at_start=self._settings.reserve_at_start,
             open_ended=bool(request.resumable),
         )
-        trip = self.trips[request_id] = Trip(request_id, request, shape, flight, Lifetime(), group)
+        trip = self.trips[request_id] = Trip(
+            request_id, request, shape, flight, Lifetime(), front_end or self._local, group
+        )
         _note(trip, "arrived")
         if self.siblings.join(trip):
             self._let_follow(trip.group)
@@ -350,7 +354,7 @@ class Dispatcher:
         _note(trip, "failed")
         self._metrics.failed.labels(str(status), cause.kind).inc()
         log.warning("request_failed request=%s status=%d cause=%s", trip.request_id, status, cause.message)
-        self.abort(i for i in self._on_failure(trip.request_id, status, cause.message) if i != trip.request_id)
+        self.abort(i for i in trip.front_end.fail(trip.request_id, status, cause.message) if i != trip.request_id)
 
     def _submit_prefill(self, trip: Trip, worker_id: str) -> None:
         trip.transfer_id = uuid.uuid4().hex
@@ -388,7 +392,8 @@ class Dispatcher:
                 self._metrics.second_token_seconds.observe(gap_s)
                 if leg == "decode" and trip.shape.first_token_mode:
                     self._metrics.handover_gap_seconds.observe(gap_s)
-        self._batch.append(client_output(payload, trip.request_id, leg, finished, prefill))
+        output = client_output(payload, trip.request_id, leg, finished, prefill)
+        self._batches.setdefault(trip.front_end, []).append(output)
         if finished:
             _note(trip, "finished")
 
@@ -405,13 +410,12 @@ class Dispatcher:
                 trip.scores = prompt_scores(prefill if prefill is not None else payload)
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
-        """Gives the front end everything that one message led to, as one engine step."""
-        outputs, self._batch = self._batch, []
-        if worker is None:
-            if outputs:
-                self.outputs.put_nowait(batch(0, outputs, None))
-        elif outputs or step.scheduler_stats is not None:
-            self.outputs.put_nowait(batch(worker.index, outputs, step))
+        """Gives each front end everything that one message led to, as one engine step."""
+        batches, self._batches = self._batches, {}
+        if worker is not None and step.scheduler_stats is not None:
+            batches.setdefault(self._local, [])
+        for front_end, outputs in batches.items():
+            front_end.take(batch(worker.index if worker is not None else 0, outputs, step))
 
     # -------------------------------------------------------------------------------------------- bookkeeping
 

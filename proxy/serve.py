@@ -6,8 +6,8 @@ The composition root. `cluster.cli` loads it by name, because only here may both
 import asyncio
 import logging
 import os
+import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +33,7 @@ from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
 from cluster.worker_plan import WorkerPlan
+from proxy.listening import ListenError, listening_socket
 
 log = logging.getLogger("twinpool.serve")
 
@@ -126,8 +127,9 @@ class _Cluster:
                 model = await self._model()
                 plans = check_config(self._config, machine, read_model_facts(model))
             with self._screen.stage("workers"):
+                listening = self._listen()
                 await self._start_workers(plans, machine, model)
-                api = asyncio.create_task(self._run_api_server(model, machine.environ), name="api-server")
+                api = asyncio.create_task(self._run_api_server(model, listening), name="api-server")
                 url = await self._until_ready(api)
         try:
             return await self._after_ready(url, api)
@@ -149,7 +151,13 @@ class _Cluster:
         for command in commands:
             self._screen.worker_started(command.worker_id, command.log_path)
 
-    async def _run_api_server(self, model: str, environ: Mapping[str, str]) -> None:
+    def _listen(self) -> socket.socket:
+        try:
+            return listening_socket(self._config.server)
+        except ListenError as error:
+            raise ServeError(str(error)) from error
+
+    async def _run_api_server(self, model: str, listening: socket.socket) -> None:
         # Read by vLLM and by the hub's client when they are imported, which happens below.
         if not self._verbose:
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -162,7 +170,7 @@ class _Cluster:
         assert self._runtime_dir is not None
         address = proxy_address(self._runtime_dir)
         await run_api_server(
-            self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready
+            self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready, listening
         )
 
     async def _on_ready(self, url: str) -> None:

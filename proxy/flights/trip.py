@@ -5,6 +5,7 @@ from typing import Any
 
 from proxy.flights.events import LegKind
 from proxy.flights.flight import Flight
+from proxy.flights.front_end import FrontEnd
 from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 
@@ -20,6 +21,8 @@ class Trip:
     shape: RequestShape
     flight: Flight
     lifetime: Lifetime
+    front_end: FrontEnd
+    """Where its outputs and its failure go."""
     group: str = ""
     """Names the siblings of an `n > 1` request; empty otherwise."""
     legs: dict[LegKind, str] = field(default_factory=dict)

@@ -6,6 +6,8 @@ Internals of vLLM 0.32.0 this relies on, checked by `tests/unit/proxy/test_vllm_
 parent_req}`, `RequestOutputCollector.put(exception)`, which `generate()` raises to its caller.
 """
 
+import asyncio
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -21,6 +23,7 @@ from proxy.dispatch import Dispatcher
 from proxy.dispatch_settings import DispatchSettings
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
+from proxy.scheduling.view import RequestShape
 from proxy.workers.worker_pool import UtilityError, WorkerPool
 
 
@@ -31,21 +34,12 @@ class ClientResources:
         self.engine_dead = False
 
 
-class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed for us
-    """The whole cluster as one engine core. Call `bind` before the first request."""
+class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typed for us
+    """The whole cluster as one engine core, wherever its dispatcher is. Call `bind` before the first request."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        settings: DispatchSettings,
-        metrics: ProxyMetrics,
-        num_engines: int,
-        returns_routed_experts: bool = False,
-    ) -> None:
+    def __init__(self, num_engines: int, returns_routed_experts: bool = False) -> None:
         self.resources = ClientResources()
         self.engine_ranks_managed = list(range(num_engines))
-        self.dispatcher = Dispatcher(pool, settings, metrics, self._tell_client)
-        self._pool = pool
         self._num_engines = num_engines
         self._returns_routed_experts = returns_routed_experts
         self._front_end: OutputProcessor | None = None
@@ -53,6 +47,29 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
     def bind(self, front_end: OutputProcessor) -> None:
         """Names the front end, whose requests are told about failures."""
         self._front_end = front_end
+
+    # ------------------------------------------------------------------------------------------- the dispatcher
+
+    @property
+    @abstractmethod
+    def _outputs(self) -> "asyncio.Queue[Any]":
+        """`EngineCoreOutputs` for this front end, or the exception that ends it."""
+
+    @abstractmethod
+    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
+        """Hands a request to the dispatcher; `group` names its siblings."""
+
+    @abstractmethod
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests on every worker."""
+
+    @abstractmethod
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every living worker's engine; raises `GracefulHTTPError` (503)."""
+
+    @abstractmethod
+    def end_all(self, status: int, message: str) -> None:
+        """Ends every request of this front end with an error."""
 
     # ----------------------------------------------------------------------------------------------- requests
 
@@ -62,7 +79,7 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
             # vLLM's way to free blocks held for a hand-over between its own servers; ours have other owners.
             return
         if self._front_end is None:
-            raise RuntimeError("ClusterClient.bind was not called: requests have no front end to answer to")
+            raise RuntimeError("bind was not called on the core client: requests have no front end to answer to")
         if not self._front_end.has_request(request.request_id):
             # A sibling failed while the children of an `n > 1` request were being added.
             return
@@ -72,15 +89,15 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
             self._withdraw(request.request_id)
             raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
         parent = self._front_end.request_states[request.request_id].parent_req
-        self.dispatcher.add(request.request_id, request, shape, parent.request_id if parent is not None else "")
+        self._submit(request, shape, parent.request_id if parent is not None else "")
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Ends requests on every worker."""
-        self.dispatcher.abort(request_ids)
+        self._abort(request_ids)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of one engine step of one worker."""
-        outputs = await self.dispatcher.outputs.get()
+        outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
             raise outputs
         if outputs.engine_index >= self._num_engines:
@@ -88,7 +105,7 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
             outputs.engine_index, outputs.scheduler_stats = 0, None
         return outputs
 
-    def _tell_client(self, request_id: str, status: int, message: str) -> Iterable[str]:
+    def tell_client(self, request_id: str, status: int, message: str) -> Iterable[str]:
         """Ends a request and its siblings in the front end with an error; returns the ids of all of them."""
         state = self._front_end.request_states.get(request_id) if self._front_end is not None else None
         if state is None:
@@ -113,34 +130,16 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
         return ids
 
     def die(self, cause: str) -> None:
-        """The proxy cannot go on: every request fails and vLLM's watchdog ends the server."""
-        self.dispatcher.fail_all(503, cause)
+        """The cluster is out of reach for good: every request fails and vLLM's watchdog ends the server."""
+        self.end_all(503, cause)
         self.resources.engine_dead = True
-        self.dispatcher.outputs.put_nowait(EngineDeadError())
+        self._outputs.put_nowait(EngineDeadError())
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Called by `AsyncLLM.shutdown`; workers are stopped by whoever started them."""
         self.resources.engine_dead = True
 
-    def dp_engines_running(self) -> bool:
-        """Whether any request is in the cluster."""
-        return bool(self.dispatcher.trips)
-
-    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
-        """What every living worker supports, in the order of the first."""
-        workers = self._pool.roster.alive()
-        if not workers:
-            return ("generate",)
-        shared = set.intersection(*(set(w.hello.engine.supported_tasks) for w in workers))
-        return tuple(task for task in workers[0].hello.engine.supported_tasks if task in shared)
-
     # ------------------------------------------------------------------------------------ calls for every engine
-
-    async def _call_all(self, method: str, *args: Any) -> list[Any]:
-        try:
-            return list((await self._pool.call_all(method, *args)).values())
-        except UtilityError as error:
-            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
 
     async def profile_async(
         self,
@@ -186,14 +185,6 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
     async def pin_lora_async(self, lora_id: int) -> bool:
         return all(await self._call_all("pin_lora", lora_id))
 
-    async def get_status(self) -> dict[str, Any]:
-        alive = {w.worker_id for w in self._pool.roster.alive()}
-        engines = [
-            {"id": w.index, "status": "healthy" if w.worker_id in alive else "dead"}
-            for w in self._pool.roster.workers.values()
-        ]
-        return {"schema_version": 1, "total_engines": self._num_engines, "engines": engines}
-
     # ------------------------------------------------------------------------------- what one engine could do
 
     async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
@@ -227,6 +218,57 @@ class ClusterClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not type
         _not_on_a_cluster("fault instructions")
 
 
+class ClusterClient(FrontEndClient):
+    """The client beside the dispatcher, in one process with it."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        settings: DispatchSettings,
+        metrics: ProxyMetrics,
+        num_engines: int,
+        returns_routed_experts: bool = False,
+    ) -> None:
+        super().__init__(num_engines, returns_routed_experts)
+        self.dispatcher = Dispatcher(pool, settings, metrics, self.tell_client)
+        self._pool = pool
+
+    @property
+    def _outputs(self) -> "asyncio.Queue[Any]":
+        return self.dispatcher.outputs
+
+    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
+        self.dispatcher.add(request.request_id, request, shape, group)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        self.dispatcher.abort(request_ids)
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return list((await self._pool.call_all(method, *args)).values())
+        except UtilityError as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+
+    def end_all(self, status: int, message: str) -> None:
+        self.dispatcher.fail_all(status, message)
+
+    def dp_engines_running(self) -> bool:
+        """Whether any request is in the cluster."""
+        return bool(self.dispatcher.trips)
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        """What every living worker supports, in the order of the first."""
+        return self._pool.supported_tasks()
+
+    async def get_status(self) -> dict[str, Any]:
+        alive = {w.worker_id for w in self._pool.roster.alive()}
+        engines = [
+            {"id": w.index, "status": "healthy" if w.worker_id in alive else "dead"}
+            for w in self._pool.roster.workers.values()
+        ]
+        return {"schema_version": 1, "total_engines": self._num_engines, "engines": engines}
+
+
 def _not_on_a_cluster(what: str) -> NoReturn:
     raise GracefulHTTPError(
         f"{what} is not available on a twinpool cluster; call it on a single vLLM server", HTTPStatus.NOT_IMPLEMENTED
@@ -234,11 +276,11 @@ def _not_on_a_cluster(what: str) -> NoReturn:
 
 
 @contextmanager
-def in_place_of_engine(client: ClusterClient) -> Iterator[None]:
+def in_place_of_engine(client: FrontEndClient) -> Iterator[None]:
     """Inside, an `AsyncLLM` that is being made gets `client` instead of starting an engine process."""
     original = EngineCoreClient.__dict__["make_async_mp_client"]
 
-    def make(*_args: Any, **_kwargs: Any) -> ClusterClient:
+    def make(*_args: Any, **_kwargs: Any) -> FrontEndClient:
         return client
 
     EngineCoreClient.make_async_mp_client = staticmethod(make)

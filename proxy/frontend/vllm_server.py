@@ -31,11 +31,13 @@ from vllm.utils.system_utils import set_ulimit
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config import ClusterConfig
+from cluster.messages import EngineFacts
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.dispatch_settings import DispatchSettings
+from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
-from proxy.frontend.vllm_core_client import ClusterClient, in_place_of_engine
+from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
 from proxy.metrics import ProxyMetrics
 from proxy.workers.worker_pool import WorkerPool
 
@@ -50,10 +52,19 @@ SELF_TEST_PAUSE_S = 3.0
 
 
 class VllmServer:
-    """Made before the workers are up (binds the port); `serve` when they are."""
+    """Made before the workers are up; serves, on a bound socket, when they are."""
 
-    def __init__(self, config: ClusterConfig, model_path: str) -> None:
-        """Raises `ProxyStartError`. Takes seconds; may run in a thread."""
+    def __init__(self, config: ClusterConfig, model_path: str, listening: socket.socket) -> None:
+        """Raises `ProxyStartError`. Takes seconds; may run in a thread. Owns the socket from here on."""
+        self._socket = listening
+        try:
+            self._configure(config, model_path)
+        except ProxyStartError:
+            listening.close()
+            raise
+        self._llm: AsyncLLM | None = None
+
+    def _configure(self, config: ClusterConfig, model_path: str) -> None:
         if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
             raise ProxyStartError(
                 "VLLM_ALLOW_INSECURE_SERIALIZATION is set, which puts pickle on the sockets between workers and proxy; "
@@ -63,15 +74,12 @@ class VllmServer:
             self._args, self._engine_args = server_arguments(config, model_path)
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
-        self._socket = _listening_socket(self._args.host, self._args.port, self._args.uds)
         set_ulimit()
         try:
             self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         except Exception as error:  # whatever vLLM's checks raise, it is about the options
-            self._socket.close()
             raise ProxyStartError(f"vLLM refuses the model or the engine options: {error}") from error
         self.model_names = _names_of(model_path) | {str(self.config.model_config.model)}
-        self._llm: AsyncLLM | None = None
 
     @property
     def url(self) -> str:
@@ -87,6 +95,11 @@ class VllmServer:
         """Whether the workers' devices are GPUs (as this machine sees them)."""
         return bool(current_platform.is_cuda_alike())
 
+    @property
+    def returns_routed_experts(self) -> bool:
+        """Whether engines send with an output which experts computed the request."""
+        return bool(getattr(self.config.model_config, "enable_return_routed_experts", False))
+
     async def serve(
         self,
         pool: WorkerPool,
@@ -97,9 +110,56 @@ class VllmServer:
         stop: asyncio.Event,
     ) -> None:
         """Serves until `stop`; raises `RuntimeError` when one of `supervised` or the server itself ends before."""
-        self._adopt_engine_facts(pool)
-        routed = bool(getattr(self.config.model_config, "enable_return_routed_experts", False))
-        client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), routed)
+        self.adopt(engine_facts(pool))
+        client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), self.returns_routed_experts)
+        # Long enough to go through both pools.
+        num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
+
+        def dress(app: FastAPI) -> FastAPI:
+            self._add_routes(app, client, pool)
+            return app
+
+        async def start_up(llm: AsyncLLM) -> None:
+            await self_test(llm, num_tokens)
+            log.info("serving url=%s", self.url)
+            await on_ready(self.url)
+
+        await self.run(client, dress, start_up, supervised, stop)
+
+    def _add_routes(self, app: FastAPI, client: ClusterClient, pool: WorkerPool) -> None:
+        """The cluster's own routes. Further API server processes pass requests for them on to this one."""
+        model = (self._args.served_model_name or [self._args.model])[0]
+
+        @app.get("/twinpool/status")
+        async def status() -> Response:
+            body = msgspec.json.encode(report(model, pool.roster, client.dispatcher))
+            return Response(body, media_type="application/json")
+
+    def adopt(self, facts: EngineFacts) -> None:
+        """What the engines settled on replaces what this process guessed."""
+        self.config.model_config.max_model_len = facts.max_model_len
+        self.config.cache_config.block_size = facts.block_size
+        self.config.cache_config.num_gpu_blocks = facts.num_blocks
+
+    async def run(
+        self,
+        client: FrontEndClient,
+        dress: Callable[[FastAPI], App],
+        start_up: Callable[[AsyncLLM], Coroutine[Any, Any, None]],
+        supervised: Sequence["asyncio.Task[Any]"],
+        stop: asyncio.Event,
+    ) -> None:
+        """The server on a core client, until `stop`.
+
+        Args:
+            client: the cluster, as vLLM sees it.
+            dress: adds to vLLM's application what is ours, and returns what is served.
+            start_up: awaited when HTTP is up; the server ends if it fails.
+            supervised: tasks that must not end.
+            stop: ends the server; open requests get an error.
+
+        Raises `RuntimeError` when one of `supervised` or the server itself ends before `stop`.
+        """
         with in_place_of_engine(client):
             self._llm = llm = AsyncLLM.from_vllm_config(
                 vllm_config=self.config,
@@ -109,15 +169,13 @@ class VllmServer:
                 disable_log_stats=self._engine_args.disable_log_stats,
             )
         client.bind(llm.output_processor)
-        http, app = await self._http_server(llm, client, pool)
+        http, app = await self._http_server(llm, dress)
         serving = asyncio.create_task(http.serve(sockets=[self._socket]), name="http-server")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         handler = llm.output_handler
         watched = [*supervised, serving, *([handler] if handler is not None else [])]
         try:
-            # Long enough to go through both pools.
-            test = self_test(llm, max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens))
-            await self._start_up(test, serving, stopping, on_ready)
+            await self._start_up(start_up(llm), serving, stopping)
             await asyncio.wait([*watched, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 cause = first_failure(watched)
@@ -125,55 +183,32 @@ class VllmServer:
                 client.die(cause)
                 raise RuntimeError(cause)
         finally:
-            client.dispatcher.fail_all(503, "The server is shutting down")
+            client.end_all(503, "The server is shutting down")
             stopping.cancel()
             await _end_http(http, serving)
             del app
 
     async def _start_up(
-        self,
-        test: Coroutine[Any, Any, None],
-        serving: "asyncio.Task[None]",
-        stopping: "asyncio.Task[Any]",
-        on_ready: Callable[[str], Awaitable[None]],
+        self, work: Coroutine[Any, Any, None], serving: "asyncio.Task[None]", stopping: "asyncio.Task[Any]"
     ) -> None:
-        testing = asyncio.create_task(test, name="self-test")
-        await asyncio.wait((testing, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-        if not testing.done():
-            testing.cancel()
+        starting = asyncio.create_task(work, name="start-up")
+        await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
             return
-        testing.result()
-        log.info("serving url=%s", self.url)
-        await on_ready(self.url)
+        starting.result()
 
-    def _adopt_engine_facts(self, pool: WorkerPool) -> None:
-        """What the engines settled on replaces what this process guessed."""
-        workers = pool.roster.alive()
-        decode = pool.roster.alive("decode")[0].hello.engine
-        self.config.model_config.max_model_len = min(w.hello.engine.max_model_len for w in workers)
-        self.config.cache_config.block_size = decode.block_size
-        self.config.cache_config.num_gpu_blocks = sum(w.hello.engine.num_blocks for w in workers)
-
-    async def _http_server(
-        self, llm: AsyncLLM, client: ClusterClient, pool: WorkerPool
-    ) -> tuple[uvicorn.Server, FastAPI]:
+    async def _http_server(self, llm: AsyncLLM, dress: Callable[[FastAPI], App]) -> tuple[uvicorn.Server, FastAPI]:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
-        model = (args.served_model_name or [args.model])[0]
-
-        @app.get("/twinpool/status")
-        async def status() -> Response:
-            body = msgspec.json.encode(report(model, pool.roster, client.dispatcher))
-            return Response(body, media_type="application/json")
-
         options: dict[str, Any] = {}
         log_config = get_uvicorn_log_config(args)
         if log_config is not None:
             options["log_config"] = log_config
         config: Any = uvicorn.Config(
-            app,
+            dress(app),
             host=args.host,
             port=args.port,
             log_level=args.uvicorn_log_level,
@@ -214,19 +249,15 @@ def _names_of(model_path: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def _listening_socket(host: str, port: int, unix_path: str | None) -> socket.socket:
-    """Bound before the workers are up, so that a port that is taken is known at once."""
-    family = socket.AF_UNIX if unix_path else socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if not unix_path:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(unix_path or (host, port))
-    except OSError as error:
-        listening.close()
-        where = f"{unix_path} (server.options.uds)" if unix_path else f"{host}:{port} (server.host, server.port)"
-        raise ProxyStartError(f"cannot listen on {where}: {error.strerror}; choose another address or port") from error
-    return listening
+def engine_facts(pool: WorkerPool) -> EngineFacts:
+    """What all engines together can do, as one: the shortest context, the sum of blocks."""
+    engines = [worker.hello.engine for worker in pool.roster.alive()]
+    return msgspec.structs.replace(
+        pool.roster.alive("decode")[0].hello.engine,
+        max_model_len=min(engine.max_model_len for engine in engines),
+        num_blocks=sum(engine.num_blocks for engine in engines),
+        supported_tasks=list(pool.supported_tasks()),
+    )
 
 
 async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:

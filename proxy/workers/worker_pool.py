@@ -62,6 +62,14 @@ class WorkerPool:
         """The tasks that must not end while the proxy serves."""
         return (self._socket.reader, self._beats)
 
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What every living worker supports, in the order of the first."""
+        workers = self.roster.alive()
+        if not workers:
+            return ("generate",)
+        shared = set.intersection(*(set(w.hello.engine.supported_tasks) for w in workers))
+        return tuple(task for task in workers[0].hello.engine.supported_tasks if task in shared)
+
     # ------------------------------------------------------------------------------------------------- sending
 
     def send(self, worker_id: str, message: messages.ToWorker, extra: Sequence[Frame] = ()) -> bool:

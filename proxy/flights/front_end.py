@@ -1,0 +1,31 @@
+"""Where requests come from, and where what happens to them goes: vLLM's front end of one API server process."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+
+class FrontEnd(Protocol):
+    """One API server process, as the dispatcher sees it. Neither call waits."""
+
+    def take(self, outputs: Any) -> None:
+        """`EngineCoreOutputs` of one engine step, for requests of this front end only."""
+
+    def fail(self, request_id: str, status: int, message: str) -> Iterable[str]:
+        """A request has failed. Returns the ids of those that ended with it there (its siblings), as far as known."""
+
+
+class LocalFrontEnd:
+    """The API server of this very process; its core client reads `outputs`.
+
+    `on_failure(request_id, status, message)` tells it that a request failed and returns the ids of all requests that
+    ended with it there.
+    """
+
+    def __init__(self, on_failure: Callable[[str, int, str], Iterable[str]]) -> None:
+        self.outputs: asyncio.Queue[Any] = asyncio.Queue()
+        """`EngineCoreOutputs`, or the exception that ends the front end."""
+        self.fail = on_failure
+
+    def take(self, outputs: Any) -> None:
+        self.outputs.put_nowait(outputs)
