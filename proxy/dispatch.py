@@ -82,7 +82,7 @@ class Dispatcher:
         pool: WorkerPool,
         settings: DispatchSettings,
         metrics: ProxyMetrics,
-        on_failure: Callable[[str, int, str], Iterable[str]],
+        on_failure: Callable[[str, int, str, float | None], Iterable[str]],
     ) -> None:
         self._local = LocalFrontEnd(on_failure)
         self.outputs = self._local.outputs
@@ -354,7 +354,8 @@ class Dispatcher:
         _note(trip, "failed")
         self._metrics.failed.labels(str(status), cause.kind).inc()
         log.warning("request_failed request=%s status=%d cause=%s", trip.request_id, status, cause.message)
-        self.abort(i for i in trip.front_end.fail(trip.request_id, status, cause.message) if i != trip.request_id)
+        told = trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
+        self.abort(request_id for request_id in told if request_id != trip.request_id)
 
     def _submit_prefill(self, trip: Trip, worker_id: str) -> None:
         trip.transfer_id = uuid.uuid4().hex

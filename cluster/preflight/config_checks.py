@@ -22,7 +22,7 @@ _ROLES: tuple[Role, Role] = ("prefill", "decode")
 def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | None) -> list[WorkerPlan]:
     """The plan of a configuration that can be started here; raises `ConfigError` with every problem found."""
     problems = [*vllm_option_problems(config, installed_vllm_options()), *port_problems(config)]
-    problems += [*number_problems(config), *parallel_problems(config, model)]
+    problems += [*number_problems(config), *parallel_problems(config, model), *slo_problems(config)]
     if problems:
         raise ConfigError(problems)
     plans = plan_workers(config, machine, model)
@@ -108,6 +108,24 @@ def _port_problem(host: str, port: int, error: OSError) -> Problem:
         case errno.EADDRNOTAVAIL:
             return Problem("server.host", f"{host!r} is no address of this machine", "Use 127.0.0.1 or 0.0.0.0")
     return Problem("server.port", f"cannot listen on {host}:{port}: {error.strerror}", "Choose another host or port")
+
+
+def slo_problems(config: ClusterConfig) -> list[Problem]:
+    """Keys of classes that the API server would turn away. Keys are never shown."""
+    accepted = config.server.options.get("api_key")
+    if not accepted:
+        return []
+    keys = {str(key) for key in (accepted if isinstance(accepted, list) else [accepted])}
+    return [
+        Problem(
+            f"slo.classes.{name}.api_keys.{index}",
+            "server.options.api_key does not have this key, so its requests would be answered 401",
+            "Add it there",
+        )
+        for name, kind in config.slo.classes.items()
+        for index, key in enumerate(kind.api_keys)
+        if key.get_secret_value() not in keys
+    ]
 
 
 def number_problems(config: ClusterConfig) -> list[Problem]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -11,6 +11,9 @@ from pydantic_core import ErrorDetails
 
 from cluster.config import ClusterConfig
 from cluster.preflight.problems import ConfigError, Problem, did_you_mean
+
+# Fields whose values are never shown.
+_SECRETS = {"api_keys"}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -122,7 +125,7 @@ def _problem(details: ErrorDetails) -> Problem:
     """A pydantic error as a sentence with the field's path and a remedy."""
     # Branches of a union appear in `loc` as names that are no fields ("constrained-int"); they are left out.
     path, model = _field_path(details["loc"])
-    found = repr(details["input"])
+    found = "a secret" if _SECRETS.intersection(details["loc"]) else repr(details["input"])
     context = details.get("ctx", {})
     match details["type"]:
         case "extra_forbidden":
@@ -147,15 +150,18 @@ def _field_path(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None
     names: list[str] = []
     model: type[BaseModel] | None = ClusterConfig
     inside: type[BaseModel] | None = ClusterConfig
+    by_name = False
     for part in loc:
         inside = model
-        if isinstance(part, int):
+        if isinstance(part, int) or by_name:
             names.append(str(part))
+            by_name = False
             continue
         if model is not None:
             field = model.model_fields.get(part)
             names.append(part)
             model = _nested_model(field.annotation) if field is not None else None
+            by_name = field is not None and model is not None and get_origin(field.annotation) is dict
         elif not _is_union_branch(part):
             names.append(part)
     return ".".join(names), inside

@@ -18,6 +18,8 @@ class Cause:
     """One word, for counting."""
     message: str
     """A sentence for the client."""
+    retry_after_s: float | None = None
+    """When it is worth trying again; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

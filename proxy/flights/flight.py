@@ -152,8 +152,8 @@ def _placed(flight: Flight, placement: Placement) -> Step:
             return Step(replace(flight, stage=Stage.LOCAL, decode=worker), (SubmitLocal(worker),))
         case Wait():
             return Step(flight)
-        case Reject(status, reason, message):
-            return _end(flight, Fail(status, Cause(reason, message)))
+        case Reject(status, reason, message, retry_after_s):
+            return _end(flight, Fail(status, Cause(reason, message, retry_after_s)))
 
 
 def _in_prefilling(flight: Flight, event: Event) -> Step:

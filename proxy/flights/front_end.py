@@ -11,18 +11,21 @@ class FrontEnd(Protocol):
     def take(self, outputs: Any) -> None:
         """`EngineCoreOutputs` of one engine step, for requests of this front end only."""
 
-    def fail(self, request_id: str, status: int, message: str) -> Iterable[str]:
-        """A request has failed. Returns the ids of those that ended with it there (its siblings), as far as known."""
+    def fail(self, request_id: str, status: int, message: str, retry_after_s: float | None) -> Iterable[str]:
+        """A request has failed. Returns the ids of those that ended with it there (its siblings), as far as known.
+
+        `retry_after_s`: when it is worth trying again, if that is known.
+        """
 
 
 class LocalFrontEnd:
     """The API server of this very process; its core client reads `outputs`.
 
-    `on_failure(request_id, status, message)` tells it that a request failed and returns the ids of all requests that
-    ended with it there.
+    `on_failure(request_id, status, message, retry_after_s)` tells it that a request failed and returns the ids of all
+    requests that ended with it there.
     """
 
-    def __init__(self, on_failure: Callable[[str, int, str], Iterable[str]]) -> None:
+    def __init__(self, on_failure: Callable[[str, int, str, float | None], Iterable[str]]) -> None:
         self.outputs: asyncio.Queue[Any] = asyncio.Queue()
         """`EngineCoreOutputs`, or the exception that ends the front end."""
         self.fail = on_failure

@@ -4,14 +4,17 @@ vLLM answers 200 and starts the stream before the engine has said anything, so a
 successful reply. This pure ASGI middleware holds the response start back until the first body chunk: if that is an
 error event, the client gets the error's own status and a plain JSON body instead. After an error in mid-stream
 nothing more is sent, least of all `[DONE]`. An exception that vLLM lets escape from a stream (the Responses API does)
-becomes an error event instead of a connection that breaks off.
+becomes an error event instead of a connection that breaks off. Replies that say "later" say when: `Retry-After`.
 """
 
 import json
 import logging
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
+
+from proxy.frontend.request_context import CURRENT, RequestContext
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -22,6 +25,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _ERROR_PREFIXES = (b'data: {"error"', b"event: error\n")
+TRY_LATER = (429, 503, 504)
+RETRY_AFTER_S = 1.0
+"""Where nothing better is known."""
+RETRY_AFTER_LIMIT_S = 600
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -35,13 +42,30 @@ class StatusLine:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        response = _HeldStart(send)
+        context = RequestContext()
+        response = _HeldStart(_saying_when(send, context))
+        token = CURRENT.set(context)
         try:
             await self._app(scope, receive, response)
         except Exception as error:
             if not await response.end_with(error):
                 raise
             log.warning("stream_failed path=%s error=%s", scope.get("path"), error)
+        finally:
+            CURRENT.reset(token)
+
+
+def _saying_when(send: Send, context: RequestContext) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] in TRY_LATER:
+            headers = list(message.get("headers", ()))
+            if not any(bytes(name).lower() == b"retry-after" for name, _ in headers):
+                after_s = context.retry_after_s if context.retry_after_s is not None else RETRY_AFTER_S
+                whole_s = math.ceil(min(max(after_s, 1), RETRY_AFTER_LIMIT_S))
+                message["headers"] = [*headers, (b"retry-after", str(whole_s).encode())]
+        await send(message)
+
+    return sending
 
 
 class _HeldStart:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.frontend.error_reply import send_error
 from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
 FIELD = "kv_transfer_params"
@@ -28,15 +29,11 @@ class TransferParamsGuard:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        messages = await _whole_body(receive)
+        messages = await whole_body(receive)
         if carries_transfer_params(b"".join(message.get("body", b"") for message in messages)):
-            await _refuse(send, anthropic=str(scope.get("path", "")).endswith("/v1/messages"))
+            await send_error(scope, send, 400, REFUSAL, FIELD)
             return
-
-        async def replay() -> Message:
-            return messages.pop(0) if messages else await receive()
-
-        await self._app(scope, replay, send)
+        await self._app(scope, replaying(messages, receive), send)
 
 
 def carries_transfer_params(body: bytes) -> bool:
@@ -59,7 +56,16 @@ def _part(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-async def _whole_body(receive: Receive) -> list[Message]:
+def replaying(messages: list[Message], receive: Receive) -> Receive:
+    """Gives back what was read already, then goes on."""
+
+    async def replay() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return replay
+
+
+async def whole_body(receive: Receive) -> list[Message]:
     """The messages up to the end of the body, or up to the client's departure."""
     messages: list[Message] = []
     while True:
@@ -67,15 +73,3 @@ async def _whole_body(receive: Receive) -> list[Message]:
         messages.append(message)
         if message["type"] != "http.request" or not message.get("more_body", False):
             return messages
-
-
-async def _refuse(send: Send, *, anthropic: bool) -> None:
-    error: dict[str, Any]
-    if anthropic:
-        error = {"type": "error", "error": {"type": "invalid_request_error", "message": REFUSAL}}
-    else:
-        error = {"error": {"message": REFUSAL, "type": "BadRequestError", "param": FIELD, "code": 400}}
-    body = json.dumps(error).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -76,9 +76,16 @@ def _import_parser_plugins(args: argparse.Namespace) -> None:
 
 
 def _served_names(config: ClusterConfig) -> list[str]:
-    if config.served_model_name:
-        return [config.served_model_name]
-    return [config.model if config.model is not None else EMBEDDED_MODEL_NAME]
+    """The first one is the model's own; classes of requests may have given it more."""
+    own = config.served_model_name or config.model or EMBEDDED_MODEL_NAME
+    adapters = {str(module.get("name")) for module in _lora_modules(config)}
+    further = [name for kind in config.slo.classes.values() for name in kind.models]
+    return list(dict.fromkeys([own, *(name for name in further if name not in adapters)]))
+
+
+def _lora_modules(config: ClusterConfig) -> list[Mapping[str, Any]]:
+    modules = config.server.options.get("lora_modules") or []
+    return [module for module in modules if isinstance(module, Mapping)] if isinstance(modules, list) else []
 
 
 def _as_command_line(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,10 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -21,6 +23,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from proxy.dispatch import Dispatcher
 from proxy.dispatch_settings import DispatchSettings
+from proxy.frontend.request_context import CURRENT, RequestContext, current_standing
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.view import RequestShape
@@ -43,6 +46,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         self._num_engines = num_engines
         self._returns_routed_experts = returns_routed_experts
         self._front_end: OutputProcessor | None = None
+        # A context lives as long as its HTTP request; nobody else keeps it.
+        self._contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
 
     def bind(self, front_end: OutputProcessor) -> None:
         """Names the front end, whose requests are told about failures."""
@@ -88,6 +93,10 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         except ClientTransferParams as error:
             self._withdraw(request.request_id)
             raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
+        shape = replace(shape, standing=current_standing(request.priority))
+        context = CURRENT.get()
+        if context is not None:
+            self._contexts[request.request_id] = context
         parent = self._front_end.request_states[request.request_id].parent_req
         self._submit(request, shape, parent.request_id if parent is not None else "")
 
@@ -105,13 +114,18 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
             outputs.engine_index, outputs.scheduler_stats = 0, None
         return outputs
 
-    def tell_client(self, request_id: str, status: int, message: str) -> Iterable[str]:
+    def tell_client(
+        self, request_id: str, status: int, message: str, retry_after_s: float | None = None
+    ) -> Iterable[str]:
         """Ends a request and its siblings in the front end with an error; returns the ids of all of them."""
         state = self._front_end.request_states.get(request_id) if self._front_end is not None else None
         if state is None:
             return ()
         queue = state.queue
         ids = self._withdraw(request_id)
+        context = self._contexts.get(request_id)
+        if context is not None:
+            context.retry_after_s = retry_after_s
         if queue is not None:
             # After the withdrawal, which leaves an `abort` output in the queue that this replaces.
             queue.put(GracefulHTTPError(message, HTTPStatus(status)))

@@ -1,7 +1,7 @@
 """vLLM's API server around the cluster: configuration, `AsyncLLM`, application, HTTP.
 
 Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
-from `vllm.entrypoints.launchers`.
+from `vllm.entrypoints.launchers`; a FastAPI application whose middlewares can still be changed.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
 from huggingface_hub import snapshot_download
+from starlette.middleware import Middleware
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -34,11 +35,13 @@ from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.dispatch_settings import DispatchSettings
+from proxy.frontend.request_standing import RequestStanding
 from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
 from proxy.metrics import ProxyMetrics
+from proxy.slo.rules import SloRules
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
@@ -74,6 +77,7 @@ class VllmServer:
             self._args, self._engine_args = server_arguments(config, model_path)
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
+        self._slo = SloRules(config.slo)
         set_ulimit()
         try:
             self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -202,6 +206,9 @@ class VllmServer:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
+        # The last one is innermost: behind authentication. `build_app` has stacked the others already.
+        app.user_middleware.append(Middleware(RequestStanding, rules=self._slo))
+        app.middleware_stack = None
         await init_app_state(llm, app.state, args, tasks)
         options: dict[str, Any] = {}
         log_config = get_uvicorn_log_config(args)

@@ -71,6 +71,8 @@ class Reject:
     status: int
     reason: str
     message: str
+    retry_after_s: float | None = None
+    """When it is worth trying again; None: not known."""
 
 
 Placement = Remote | PrefillOnly | Local | Wait | Reject

@@ -194,3 +194,11 @@ def test_quarter_size_kv_elements_are_counted_as_such() -> None:
 def test_a_model_known_only_by_name_is_not_calculated_with(tmp_path: Path) -> None:
     config = load_config(None, [f"server.port={free_port()}", "model=org/name", "pools.decode.tensor_parallel=7"])
     assert check_config(config, MACHINE, None)
+
+
+def test_a_key_of_a_class_that_the_server_would_turn_away_is_named_by_its_place() -> None:
+    classes = "slo.classes={gold: {api_keys: [known, hunter2]}}"
+    problem = problem_of("server.options.api_key=[known, other]", classes)
+    assert problem.field == "slo.classes.gold.api_keys.1"
+    assert "hunter2" not in str(problem)
+    check_config(load_config(None, [f"server.port={free_port()}", classes]), MACHINE, SMOLLM2)

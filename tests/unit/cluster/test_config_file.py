@@ -147,3 +147,29 @@ def test_an_override_without_field_or_value_is_refused(override: str) -> None:
 
 def test_an_override_below_a_plain_value_is_refused() -> None:
     assert problem_of("server.port=3", "server.port.x=1").field == "server.port"
+
+
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        ("{gold: {api_keys: 12345}, b: {api_keys: ['12345']}}", "slo: a key is given twice, in slo.classes.gold."),
+        ("{gold: {api_keys: {x: 12345}}}", "slo.classes.gold.api_keys.0: found a secret;"),
+        ("{a: {models: [m]}, b: {models: m}}", "slo: 'm' is given twice, in slo.classes.a.models and in slo."),
+        ("{default: {}}", "slo: the class name 'default' is taken, its targets are slo.ttft_s and slo.itl_s. Choose"),
+        ("{a b: {}}", "slo.classes.a b"),
+        ("{gold: {ttft: 1}}", "slo.classes.gold.ttft: unknown field. Did you mean ttft_s?"),
+        ("{gold: {on_overload: wait}}", "slo.classes.gold.on_overload: found 'wait'. Use one of 'queue', 'demote' or"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_told_without_its_keys(classes: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"slo.classes={classes}"])
+    problem = str(caught.value.problems[0])
+    assert problem.startswith(told)
+    assert "12345" not in problem
+
+
+def test_keys_do_not_show_when_the_configuration_does() -> None:
+    config = load_config(None, ["slo.classes={gold: {api_keys: hunter2}}"])
+    assert config.slo.classes["gold"].api_keys[0].get_secret_value() == "hunter2"
+    assert "hunter2" not in repr(config) + str(config.model_dump())

@@ -79,6 +79,7 @@ def make_config(port: int, **changes: Any) -> ClusterConfig:
             "server": {"port": port, "options": {"enable_prompt_tokens_details": True}},
             "scheduling": {"remote_prefill_min_tokens": 4},
             "liveness": {"heartbeat_s": 0.05, "dead_after_s": 0.5},
+            "slo": {"classes": {"gold": {"api_keys": "key-1"}, "batch": {"ttft_s": 9, "models": "tiny-batch"}}},
             **changes,
         }
     )
@@ -150,6 +151,24 @@ async def test_transfer_parameters_from_a_client_are_400(server: Server, stream:
     assert status == 400
     assert content_type.startswith("application/json")
     assert json.loads(text)["error"]["param"] == "kv_transfer_params"
+
+
+@MODULE_LOOP
+async def test_the_class_of_a_request_comes_from_header_key_or_model(server: Server) -> None:
+    body = {"model": "tiny", "prompt": WORDS, "max_tokens": 2}
+    async with aiohttp.ClientSession(server.url) as session:
+
+        async def ask(model: str = "tiny", **headers: str) -> tuple[int, str]:
+            asked = session.post("/v1/completions", json={**body, "model": model}, headers=headers)
+            async with asked as response:
+                return response.status, await response.text()
+
+        assert (await ask(model="tiny-batch"))[0] == 200, "a class's further name is served"
+        assert (await ask(Authorization="Bearer key-1"))[0] == 200
+        status, text = await ask(**{"X-Slo-Class": "god"})
+        assert status == 400
+        assert "use one of: default, batch" in json.loads(text)["error"]["message"]
+        assert (await ask(**{"X-Slo-Class": "gold"}))[0] == 403
 
 
 @MODULE_LOOP

@@ -1,10 +1,12 @@
 """The status line goes out with the first event, and an error is an error."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from proxy.frontend.request_context import CURRENT
 from proxy.frontend.status_line import Message, StatusLine
 
 ERROR = b'data: {"error": {"message": "Worker decode-0 left", "type": "Service Unavailable", "code": 503}}\n\n'
@@ -17,11 +19,19 @@ class Graceful(Exception):
 
 
 async def answer(
-    *bodies: bytes, content_type: str = "text/event-stream; charset=utf-8", fails: Exception | None = None
+    *bodies: bytes,
+    content_type: str = "text/event-stream; charset=utf-8",
+    fails: Exception | None = None,
+    status: int = 200,
+    retry_after_s: float | None = None,
+    more_headers: Sequence[tuple[bytes, bytes]] = (),
 ) -> list[Message]:
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
-        headers = [(b"content-type", content_type.encode()), (b"x-request-id", b"7")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        context = CURRENT.get()
+        assert context is not None
+        context.retry_after_s = retry_after_s
+        headers = [(b"content-type", content_type.encode()), (b"x-request-id", b"7"), *more_headers]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         for body in bodies:
             await send({"type": "http.response.body", "body": body, "more_body": True})
         if fails is not None:
@@ -127,3 +137,22 @@ async def test_a_keep_alive_comment_commits_to_the_status() -> None:
     sent = await answer(b": ping\n\n", ERROR)
     assert sent[0]["status"] == 200
     assert bodies(sent) == b": ping\n\n" + ERROR
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("after_s", "told"), [(None, b"1"), (0.02, b"1"), (2.1, b"3"), (float("inf"), b"600")])
+async def test_a_reply_that_says_later_says_when(stream: bool, after_s: float | None, told: bytes) -> None:
+    if stream:
+        sent = await answer(ERROR, retry_after_s=after_s)
+    else:
+        sent = await answer(b"{}", content_type="application/json", status=503, retry_after_s=after_s)
+    assert [value for name, value in sent[0]["headers"] if name == b"retry-after"] == [told]
+
+
+async def test_nothing_is_added_to_other_replies_or_to_what_is_said_already() -> None:
+    for status in (200, 400, 500):
+        sent = await answer(b"{}", content_type="application/json", status=status, retry_after_s=2)
+        assert b"retry-after" not in dict(sent[0]["headers"])
+    sent = await answer(b"{}", content_type="a/b", status=429, more_headers=[(b"Retry-After", b"9")])
+    assert [name for name, _ in sent[0]["headers"]].count(b"Retry-After") == 1
+    assert b"retry-after" not in dict(sent[0]["headers"])

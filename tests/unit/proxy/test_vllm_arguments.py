@@ -65,9 +65,17 @@ def test_what_only_workers_need_is_left_out() -> None:
         ({}, ["SmolLM2-135M-Instruct"]),
         ({"model": "org/model"}, ["org/model"]),
         ({"model": "org/model", "served_model_name": "mine"}, ["mine"]),
+        (
+            {
+                "served_model_name": "mine",
+                "slo": {"classes": {"a": {"models": ["mine-fast", "adapter"]}, "b": {"models": "mine"}}},
+                "server": {"options": {"lora_modules": [{"name": "adapter", "path": "/b"}]}},
+            },
+            ["mine", "mine-fast"],
+        ),
     ],
 )
-def test_the_model_is_served_under_its_own_name_unless_told_otherwise(config: Any, names: list[str]) -> None:
+def test_the_model_is_served_under_its_own_name_and_those_of_classes(config: Any, names: list[str]) -> None:
     assert arguments(**config).served_model_name == names
 
 

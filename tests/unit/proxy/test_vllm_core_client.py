@@ -1,5 +1,7 @@
 """The core client: vLLM's internals are where it expects them, and calls go to every worker."""
 
+import asyncio
+import gc
 import inspect
 import re
 from pathlib import Path
@@ -8,11 +10,16 @@ from typing import Any
 import pytest
 import vllm
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import async_llm, output_processor
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from proxy.frontend.request_context import CURRENT, RequestContext
 from proxy.frontend.vllm_core_client import ClusterClient, in_place_of_engine
+from proxy.scheduling.slo import SloClass, Standing
 from tests.unit.proxy.fake_worker import EOS
 from tests.unit.proxy.mini_cluster import mini_cluster, read, until
 
@@ -160,3 +167,55 @@ async def test_a_stop_string_found_by_the_front_end_ends_both_legs(tmp_path: Pat
         await until(lambda: not cluster["decode-0"].running)
         cluster.assert_idle()
         assert EOS not in answer.tokens[0]
+
+
+async def test_every_child_has_the_standing_of_its_request(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+        cluster["prefill-0"].gate.clear()
+        CURRENT.set(RequestContext(Standing(SloClass("gold", 0.5, 0.05), 3, "digest")))
+        request = cluster.request(n=2, temperature=0.8)
+        request.priority = -1
+        collector = await cluster.add(request)
+        standings = [trip.shape.standing for trip in cluster.client.dispatcher.trips.values()]
+        assert standings == [Standing(SloClass("gold", 0.5, 0.05), 2, "digest")] * 2
+        cluster["prefill-0"].gate.set()
+        await read(collector)
+
+
+async def test_who_is_turned_away_learns_when_to_come_back(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path, "decode-0", on_no_prefill="reject") as cluster:
+        context = RequestContext()
+        CURRENT.set(context)
+        request = cluster.request()
+        collector = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+        cluster.front_end.add_request(request, None, None, 0, collector)
+        await cluster.client.add_request_async(request)
+        with pytest.raises(GracefulHTTPError, match="No prefill worker is alive"):
+            await read(collector)
+        assert context.retry_after_s is None, "nobody knows"
+        collector = RequestOutputCollector(RequestOutputKind.DELTA, request.request_id)
+        cluster.front_end.add_request(request, None, None, 0, collector)
+        cluster.client.tell_client(request.request_id, 503, "Busy", 2.5)
+        assert context.retry_after_s == 2.5
+        assert cluster.front_end.request_states == {}
+
+
+async def test_a_context_does_not_outlive_its_http_request(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+
+        async def request() -> None:
+            CURRENT.set(RequestContext())
+            collector = await cluster.add(cluster.request())
+            # No timeout here: its timer would keep the context.
+            while not (await collector.get()).finished:
+                pass
+
+        await asyncio.create_task(request())
+        gc.collect()
+        await until(lambda: len(cluster.client._contexts) == 0)
+
+
+def test_a_priority_of_a_client_reaches_the_core_client() -> None:
+    source = inspect.getsource(InputProcessor.process_inputs)
+    assert "priority=priority" in source
+    assert "policy" not in source, "vLLM looks at the engine's scheduling policy now"

@@ -1,0 +1,79 @@
+"""Finds out what a request may expect, and puts it where `ClusterClient.add_request_async` finds it.
+
+The innermost middleware: what authentication turns away never gets here. The body is looked at only if the model's
+name can decide.
+"""
+
+from typing import Any
+
+import msgspec
+
+from proxy.frontend.error_reply import send_error
+from proxy.frontend.request_context import CURRENT, RequestContext
+from proxy.frontend.status_line import App, Receive, Scope, Send
+from proxy.frontend.transfer_params_guard import replaying, whole_body
+from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
+
+CLASS_HEADER = b"x-slo-class"
+POLICY_VIOLATION = 1008
+
+
+class _NamesModel(msgspec.Struct):
+    model: str | None = None
+
+
+_BODY = msgspec.json.Decoder(_NamesModel)
+
+
+class RequestStanding:
+    """A pure ASGI middleware."""
+
+    def __init__(self, app: App, rules: SloRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket" and (scope["type"] != "http" or scope["method"] != "POST"):
+            await self._app(scope, receive, send)
+            return
+        header, api_key = said_by_headers(scope.get("headers", ()))
+        model = ""
+        if self._rules.needs_model and scope["type"] == "http" and not header:
+            messages = await whole_body(receive)
+            model = model_of(b"".join(message.get("body", b"") for message in messages))
+            receive = replaying(messages, receive)
+        try:
+            standing = self._rules.standing(header, api_key, model)
+        except (UnknownClass, ClassOfOthers) as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)[:120]})
+                return
+            await send_error(scope, send, 403 if isinstance(error, ClassOfOthers) else 400, str(error), "X-Slo-Class")
+            return
+        context = CURRENT.get()
+        if context is None:
+            CURRENT.set(RequestContext(standing))
+        else:
+            context.standing = standing
+        await self._app(scope, receive, send)
+
+
+def said_by_headers(headers: Any) -> tuple[str, str]:
+    """The class and the API key that a request names; empty if it does not."""
+    name = api_key = ""
+    for field, value in headers:
+        lower = bytes(field).lower()
+        if lower == CLASS_HEADER:
+            name = bytes(value).decode("latin-1").strip()
+        elif lower == b"authorization":
+            scheme, _, token = bytes(value).decode("latin-1").partition(" ")
+            api_key = token if scheme.lower() == "bearer" else ""
+    return name, api_key
+
+
+def model_of(body: bytes) -> str:
+    """The model that a JSON body names; empty if it is none, or names none."""
+    try:
+        return _BODY.decode(body).model or ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""  # vLLM answers what it answers to such a body
