@@ -28,13 +28,13 @@ from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.status import ClusterStatus
+from cluster.terminal.lab_commands import lab_app
 from cluster.terminal.status_tables import status_tables
 from cluster.worker_plan import WorkerPlan
 
 # What these commands do lies in rooms that this one may not import; it is named here and loaded when it is needed
 # (docs/decisions.md).
 SERVE_ENTRY = "proxy.serve:run_serve"
-LINKS_ENTRY = "lab.links.command:run_links"
 
 EXIT_CONFIG = 2
 _STATUS_TIMEOUT_S = 5.0
@@ -44,7 +44,6 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Work with configurations.")
 app.add_typer(config_app, name="config")
-lab_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(lab_app, name="lab")
 
 Arguments = Annotated[
@@ -105,24 +104,6 @@ def status(
         sys.stdout.write(json.dumps(json.loads(body), indent=2) + "\n")
     else:
         _console().print(status_tables(parsed))
-
-
-@lab_app.command("links")
-def lab_links(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Half a minute with small caches, instead of up to three minutes.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw them there: a .png, .svg or .pdf.")
-    ] = None,
-    large_gib: Annotated[
-        float, typer.Option(min=0.01, max=64, help="Size of the transfer that one block has to pass.")
-    ] = 0.5,
-) -> None:
-    """Measure every link this machine can run, beside memcpy and other libraries (at most 2 GiB of memory)."""
-    run_links: Callable[..., int] = _load_entry(LINKS_ENTRY)
-    sys.exit(run_links(quick=quick, large_gib=large_gib, json_file=json_file, plot_file=plot_file))
 
 
 @app.command()

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from cluster.embedded_model import ensure_embedded_model
 from lab.launches import twinpool
+from lab.load.text import prompt_of
 from lab.server_process import Server, free_port
 from tests.engine.golden import Golden, record
 from tests.engine.servers import cluster_config, single_vllm
-from tests.engine.text import prompt_of
 
 MODEL_OVERRIDE = "TWINPOOL_TEST_MODEL"
 """A directory with a converted model, instead of the one in the user's cache."""

@@ -5,8 +5,8 @@
 
 from typing import Any
 
+from lab.load.text import article
 from tests.engine.replies import Case
-from tests.engine.text import article
 
 CAPITAL = "The capital of France is"
 """Greedy continuation: ` Paris`, `.`, two newlines, `The answer is`."""

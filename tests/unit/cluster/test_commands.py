@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.status import BlockCounts, ClusterStatus, LastRequest, LinkStatus, WorkerStatus
-from cluster.terminal import commands
+from cluster.terminal import commands, lab_commands
+from lab.load.command import LoadOptions
 
 STATUS = ClusterStatus(
     model="smollm2",
@@ -142,9 +143,10 @@ def test_serve_passes_the_configuration_to_the_composition_root(monkeypatch: pyt
     assert calls == [(1234, True)]
 
 
-@pytest.mark.parametrize("entry", [commands.SERVE_ENTRY, commands.LINKS_ENTRY])
-def test_what_is_named_by_a_string_exists(entry: str) -> None:
-    assert callable(commands._load_entry(entry))
+def test_what_is_named_by_a_string_exists() -> None:
+    assert callable(commands._load_entry(commands.SERVE_ENTRY))
+    for entry in (lab_commands.LINKS_ENTRY, lab_commands.LOAD_ENTRY, lab_commands.LOAD_OPTIONS):
+        assert callable(lab_commands._load(entry))
 
 
 def test_lab_links_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +156,30 @@ def test_lab_links_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append(options)
         return 3
 
-    monkeypatch.setattr(commands, "_load_entry", {commands.LINKS_ENTRY: run_links}.__getitem__)
+    monkeypatch.setattr(lab_commands, "_load", {lab_commands.LINKS_ENTRY: run_links}.__getitem__)
     code, _, _ = invoke("lab", "links", "--quick", "--json", "links.json", "--large-gib", "4")
     assert code == 3
     assert calls == [{"quick": True, "large_gib": 4.0, "json_file": Path("links.json"), "plot_file": None}]
+
+
+def test_lab_load_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[LoadOptions] = []
+
+    def run_load(options: LoadOptions) -> int:
+        calls.append(options)
+        return 1
+
+    entries = {lab_commands.LOAD_ENTRY: run_load, lab_commands.LOAD_OPTIONS: LoadOptions}
+    monkeypatch.setattr(lab_commands, "_load", entries.__getitem__)
+    code, _, _ = invoke("lab", "load", "http://there", "-w", "a=1/s,2+3", "--process", "gamma", "--seed", "9")
+    assert code == 1
+    (options,) = calls
+    assert (options.url, list(options.work), options.process, options.seed) == (
+        "http://there",
+        ["a=1/s,2+3"],
+        "gamma",
+        9,
+    )
 
 
 HELP = [["--help"], ["serve", "--help"], ["lab", "links", "--help"]]

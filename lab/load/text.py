@@ -1,9 +1,8 @@
-"""Plain English of any length, the same on every machine: what the engine tests use as prompts.
+"""Plain English of any length, the same on every machine.
 
-Greedy tokens of random-token prompts flip on bf16 ties whenever the shape of a computation changes, so
-the tests speak in sentences. An article is a chain of sentence templates filled from small word lists by
-a seeded generator; two seeds give two articles that differ from the first words on, so that no prompt is
-another one's prefix by accident.
+Greedy tokens of random-token prompts flip on bf16 ties whenever the shape of a computation changes, so prompts are
+sentences. An article is a chain of sentence templates filled from small word lists by a seeded generator; two seeds
+give two articles that differ from the first words on, so that no prompt is another one's prefix by accident.
 """
 
 import random
