@@ -256,6 +256,9 @@ class ClusterConfig(ConfigNode):
     liveness: LivenessConfig = Field(default_factory=LivenessConfig, description="Noticing dead processes.")
     start_timeout_s: float = Field(default=600.0, gt=0, description="Start-up fails when a worker takes longer.")
     stop_timeout_s: float = Field(default=15.0, ge=0, description="Workers are killed when stopping takes longer.")
+    drain_timeout_s: float = Field(
+        default=120.0, gt=0, description="A draining worker aborts what it has not finished by then."
+    )
 
     @model_validator(mode="after")
     def _someone_decodes(self) -> "ClusterConfig":

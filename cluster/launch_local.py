@@ -101,6 +101,7 @@ def worker_command(
         start_timeout_s=config.start_timeout_s,
         # The host ends its engine within this, and is itself gone before the launcher loses patience.
         stop_timeout_s=config.stop_timeout_s * _HOSTS_SHARE,
+        drain_timeout_s=config.drain_timeout_s,
     )
     return WorkerCommand(
         worker_id=plan.worker_id,
@@ -210,7 +211,7 @@ class LocalLauncher:
         groups = list(self._groups.values())
         for group in groups:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(group, signal.SIGTERM)
+                os.kill(group, signal.SIGINT)  # SIGTERM would let it finish its requests
         await _until_gone(groups, grace_s)
         await _kill(groups)
         if self._watchers:

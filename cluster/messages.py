@@ -9,7 +9,10 @@ import msgspec
 
 from kvtransfer.wire import Count, Seconds, Size
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+
+LEAVE = "leave"
+"""A goal of draining: the worker's process ends. The other goals are the roles."""
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -35,7 +38,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
-    """Host to proxy, when the engine is up; again after every reconnection and until `Welcome` comes."""
+    """Host to proxy, when the engine is up; again after every reconnection, until `Welcome` comes, and when its role or
+    `drains_to` changes. What it says of itself is the truth about it."""
 
     protocol: Count
     worker_id: str
@@ -43,13 +47,18 @@ class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
     """`prefill` or `decode`."""
     epoch: str
     proxies_lost: Count
-    """How often it has lost sight of a proxy in this life, each time dropping what it carried. Equal: said again."""
+    """How often it has dropped what it carried in this life, because it lost sight of a proxy or had no more time to
+    drain. Equal: said again."""
     pid: Count
     hostname: str
     engine: EngineFacts
     ranks: list[RankAddress]
     fingerprint: str
     layout_fields: dict[str, str]
+    drains_to: str = ""
+    """Not empty: it wants no new requests. When it has nothing left it leaves (`LEAVE`) or serves in this role."""
+    drain: Count = 0
+    """How often it has begun to drain in this life: `NothingMore` is about one of these times."""
 
 
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
@@ -170,6 +179,22 @@ class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
     """Of each prefill worker, its ranks."""
 
 
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """Proxy to host: finish what you have, then leave or take another role. The answer is a hello."""
+
+    goal: str
+    """`LEAVE`, `prefill` or `decode`; the role it has ends a drain towards the other one."""
+    timeout_s: Seconds
+    """What is not finished by then is aborted."""
+
+
+class NothingMore(msgspec.Struct, tag="nothing_more", frozen=True):
+    """Proxy to a draining host: all that was placed on you has ended, and nothing new will come."""
+
+    drain: Count
+    """As in the host's hello."""
+
+
 class Utility(msgspec.Struct, tag="utility", frozen=True):
     """Proxy to host: call a method of the engine core; only names in `ALLOWED_UTILITIES`."""
 
@@ -216,6 +241,8 @@ ToWorker = (
     | HoldTransfers
     | FirstToken
     | MeetExporters
+    | Drain
+    | NothingMore
     | Utility
     | ProxyBeat
     | Shutdown

@@ -18,9 +18,11 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     state: str
-    """`starting`, `ready` or `dead`."""
+    """`starting`, `ready`, `draining`, `drained` (its process left when it was told to) or `dead`."""
     cause: str = ""
-    """Why it is dead."""
+    """Why it is dead or drained."""
+    drains_to: str = ""
+    """What a draining worker does next: `leave`, or serve as `prefill` or `decode`."""
     epoch: str = ""
     pid: int = 0
     hostname: str = ""

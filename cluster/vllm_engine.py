@@ -7,7 +7,7 @@ get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `Eng
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,8 +22,10 @@ from cluster.messages import EngineFacts
 
 CONNECTOR_NAME = "TwinpoolConnector"
 CONNECTOR_MODULE = "kvtransfer.vllm_connector"
-
-KvRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+# Whether KV is exported or imported is said per request, so that a worker can change its role. To vLLM it means:
+# freed blocks wait for the step in flight (as loads need), and a request that is preempted with a token on its way
+# computes that token again (as hand-overs need).
+KV_ROLE = "kv_both"
 
 
 class EngineLost(Exception):
@@ -34,9 +36,7 @@ class RequestUnreadable(Exception):
     """The frames are not an `EngineCoreRequest` of this vLLM version."""
 
 
-def engine_config(
-    model: str, options: dict[str, Any], kv_role: KvRole, connector_settings: dict[str, Any]
-) -> VllmConfig:
+def engine_config(model: str, options: dict[str, Any], connector_settings: dict[str, Any]) -> VllmConfig:
     """vLLM's configuration of an engine whose KV goes through the twinpool connector.
 
     `options` are keyword arguments of AsyncEngineArgs. Raises what vLLM raises for values it refuses.
@@ -44,7 +44,7 @@ def engine_config(
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR_NAME,
         kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role=kv_role,
+        kv_role=KV_ROLE,
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=connector_settings,
     )

@@ -51,6 +51,13 @@ def signal_members(group: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def ask_to_end(group: int) -> None:
+    """SIGTERM, but SIGINT to the leader: to a worker's host SIGTERM means to finish everything first."""
+    for pid in members(group):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT if pid == group else signal.SIGTERM)
+
+
 def kill_computing(group: int) -> None:
     """SIGKILL to every member but Python's resource trackers.
 
@@ -70,9 +77,9 @@ def _is_tracker(pid: int) -> bool:
 
 
 def end_groups(groups: set[int], grace_s: float) -> None:
-    """SIGTERM to all members, SIGKILL to those left after `grace_s`; returns when they are gone."""
+    """Asks all members to end, SIGKILL to those left after `grace_s`; returns when they are gone."""
     for group in groups:
-        signal_members(group, signal.SIGTERM)
+        ask_to_end(group)
     _wait_until_empty(groups, grace_s)
     for group in groups:
         kill_computing(group)

@@ -2,11 +2,15 @@
 
 A host is either whole or gone: when its engine, its ranks' channel or any of its tasks fails, it says
 `Goodbye` with the cause and exits, and the proxy acts on that.
+
+SIGTERM drains it, as `Drain` of a proxy does: it finishes what it has and leaves (`host/drain.py` says when). SIGINT,
+and a second SIGTERM, end it at once.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -14,7 +18,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
@@ -24,8 +28,11 @@ import zmq.asyncio
 
 from cluster import messages as wire
 from cluster.frames import BadFrame, reader
+from cluster.host.drain import Carried
+from cluster.host.drain_watch import DrainWatch
+from cluster.host.load_report import transfers_open, worker_load
 from cluster.rank_channel import RankChannel
-from cluster.vllm_engine import Engine, EngineLost, KvRole, RequestUnreadable, engine_config
+from cluster.vllm_engine import Engine, EngineLost, RequestUnreadable, engine_config
 from cluster.worker_settings import WorkerSettings
 from kvtransfer.host_messages import (
     DropExports,
@@ -35,17 +42,15 @@ from kvtransfer.host_messages import (
     HoldExports,
     ImportClosed,
     MeetExporters,
-    PoolStats,
 )
 
 log = logging.getLogger("twinpool.worker")
 
 MAX_REMEMBERED_EXPORTS = 10_000
 
+OUTBOX_S = 1.0
 ENGINE_STOP_S = 1.5
 """An engine has nothing to save; its interpreters take five seconds each to unload what they imported."""
-
-Number = TypeVar("Number", int, float)
 
 
 class WorkerStopped(Exception):
@@ -60,9 +65,8 @@ class WorkerStopped(Exception):
 class WorkerHost:
     """One worker. `run` returns the exit code."""
 
-    def __init__(self, settings: WorkerSettings, kv_role: KvRole) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._kv_role = kv_role
         self._epoch = uuid.uuid4().hex
         self._context = zmq.asyncio.Context()
         self._ranks = RankChannel(self._context, settings.report_address, self._on_rank_event)
@@ -74,7 +78,13 @@ class WorkerHost:
         self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
         self._engine: Engine | None = None
         self._stop = asyncio.Event()
+        self._drain = DrainWatch(
+            settings.worker_id, settings.role, self._carried, self._say_hello, self._drop_everything
+        )
+        self._last_work_s = -math.inf
         self._ranks_complete = asyncio.Event()
+        self._at_work = False
+        """The engine is up."""
         self._active: set[str] = set()
         self._exports: deque[str] = deque(maxlen=MAX_REMEMBERED_EXPORTS)
         self._proxy_epoch = ""
@@ -86,16 +96,16 @@ class WorkerHost:
         self._bad_frames = 0
 
     @classmethod
-    async def start_and_run(cls, settings: WorkerSettings, kv_role: KvRole) -> int:
+    async def start_and_run(cls, settings: WorkerSettings) -> int:
         """Sockets belong to the running loop, so the host is made inside it."""
-        return await cls(settings, kv_role).run()
+        return await cls(settings).run()
 
     # --- life ------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, self._stop.set)
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         cause, exit_code = "stopped", 0
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -120,6 +130,25 @@ class WorkerHost:
         await self._stop.wait()
         raise WorkerStopped("told to stop", 0)
 
+    def _on_sigterm(self) -> None:
+        if not self._at_work or self._drain.goal == wire.LEAVE:
+            self._stop.set()
+        else:
+            self._drain.order(wire.LEAVE, self._settings.drain_timeout_s)
+
+    async def _leave_when_drained(self) -> None:
+        cause = await self._drain.run()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._outbox.join(), OUTBOX_S)  # what it has said comes before its Goodbye
+        raise WorkerStopped(cause, 0)
+
+    def _carried(self) -> Carried:
+        return Carried(len(self._active), transfers_open(self._ranks), self._last_work_s, bool(self._proxy_epoch))
+
+    def _worked(self) -> None:
+        self._last_work_s = time.monotonic()
+        self._drain.nudge()
+
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
@@ -135,10 +164,12 @@ class WorkerHost:
         tasks.create_task(self._read_proxy())
         tasks.create_task(self._beat())
         tasks.create_task(self._pump_outputs())
+        tasks.create_task(self._leave_when_drained())
+        self._at_work = True
 
     async def _start_engine(self) -> None:
         config = await asyncio.to_thread(
-            engine_config, self._settings.model, self._settings.engine, self._kv_role, self._connector_settings()
+            engine_config, self._settings.model, self._settings.engine, self._connector_settings()
         )
         self._engine = await Engine.start(config)
         self._num_ranks = config.parallel_config.world_size
@@ -181,6 +212,7 @@ class WorkerHost:
                 self._tell_proxy(wire.HandoverClosed(**msgspec.structs.asdict(message)))
             case _:
                 self._check_ranks_complete()
+                self._drain.nudge()
 
     # --- proxy -----------------------------------------------------------------------------------
 
@@ -192,6 +224,7 @@ class WorkerHost:
         while True:
             frames = await self._outbox.get()
             await self._proxy.send_multipart(frames, copy=False)
+            self._outbox.task_done()
 
     async def _read_proxy(self) -> None:
         while True:
@@ -212,6 +245,7 @@ class WorkerHost:
                 await self._submit(request_id, frames)
             case wire.Abort(engine_request_ids=request_ids):
                 self._active.difference_update(request_ids)
+                self._worked()
                 await self._engine.abort(request_ids)
             case wire.FirstToken(transfer_id=transfer_id, token=token):
                 await self._ranks.tell_all(FirstToken(transfer_id, token))
@@ -224,6 +258,10 @@ class WorkerHost:
                 await self._ranks.tell_all(HoldExports(transfer_ids))
             case wire.Utility():
                 await self._utility(message)
+            case wire.Drain(goal=goal, timeout_s=timeout_s):
+                self._drain.order(goal, timeout_s)
+            case wire.NothingMore(drain=number):
+                self._drain.nothing_more(number)
             case wire.Welcome(proxy_epoch=epoch):
                 if self._proxy_epoch and epoch != self._proxy_epoch:
                     await self._forget_proxy("another proxy took over")
@@ -247,6 +285,7 @@ class WorkerHost:
             self._tell_proxy(wire.Outputs(self._epoch), self._engine.failure_frames(request_id))
             return
         self._active.add(request_id)
+        self._worked()
         await self._engine.submit(request)
 
     async def _utility(self, call: wire.Utility) -> None:
@@ -271,7 +310,9 @@ class WorkerHost:
             outputs = await self._engine.next_outputs()
             if (stats := outputs.scheduler_stats) is not None:
                 self._num_running, self._num_waiting = stats.num_running_reqs, stats.num_waiting_reqs
-            self._active.difference_update(out.request_id for out in outputs.outputs if out.finished)
+            if ended := {out.request_id for out in outputs.outputs if out.finished} & self._active:
+                self._active -= ended
+                self._worked()
             self._tell_proxy(wire.Outputs(self._epoch), self._engine.outputs_frames(outputs))
 
     # --- liveness --------------------------------------------------------------------------------
@@ -282,6 +323,8 @@ class WorkerHost:
             if not self._proxy_epoch:
                 self._say_hello()
             else:
+                if self._drain.goal:
+                    self._say_hello()  # a proxy that missed it would go on sending
                 self._tell_proxy(self._load())
                 if time.monotonic() - self._proxy_heard_at_s > liveness.proxy_lost_after_s:
                     await self._forget_proxy(f"the proxy was silent for {liveness.proxy_lost_after_s:g} s")
@@ -292,7 +335,12 @@ class WorkerHost:
         assert self._engine is not None
         log.warning("proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active))
         self._proxy_epoch = ""
+        await self._drop_everything()
+
+    async def _drop_everything(self) -> None:
+        assert self._engine is not None
         self._proxies_lost += 1
+        self._drain.nudge()
         if self._active:
             await self._engine.abort(list(self._active))
             self._active.clear()
@@ -307,7 +355,7 @@ class WorkerHost:
             wire.WorkerHello(
                 protocol=wire.PROTOCOL_VERSION,
                 worker_id=self._settings.worker_id,
-                role=self._settings.role,
+                role=self._drain.role,
                 epoch=self._epoch,
                 proxies_lost=self._proxies_lost,
                 pid=os.getpid(),
@@ -316,44 +364,22 @@ class WorkerHost:
                 ranks=[wire.RankAddress(rank.rank, rank.address, rank.epoch) for rank in ready],
                 fingerprint=ready[0].fingerprint,
                 layout_fields=ready[0].layout_fields,
+                drains_to=self._drain.goal,
+                drain=self._drain.number,
             )
         )
 
     def _load(self) -> wire.WorkerLoad:
         assert self._engine is not None
-        ranks = list(self._ranks.stats.values())
-        pool = self._ranks.pool or _untouched(self._engine.facts.num_blocks)
-        return wire.WorkerLoad(
-            worker_id=self._settings.worker_id,
-            epoch=self._epoch,
+        return worker_load(
+            self._settings.worker_id,
+            self._epoch,
+            self._ranks,
+            num_blocks=self._engine.facts.num_blocks,
             num_running=self._num_running,
             num_waiting=self._num_waiting,
-            blocks_total=pool.total,
-            blocks_free=pool.free,
-            blocks_used=pool.used,
-            blocks_leased=pool.leased,
-            exports_open=max((rank.exports_open for rank in ranks), default=0),
-            imports_open=max((rank.imports_open for rank in ranks), default=0),
-            bytes_in=_sum_by_key([rank.bytes_in for rank in ranks]),
-            copy_s=_sum_by_key([rank.copy_s for rank in ranks]),
-            transfer_failures=_sum_by_key([rank.failures for rank in ranks]),
-            bad_frames=self._bad_frames + self._ranks.bad_frames + sum(rank.bad_frames for rank in ranks),
-            peers={address: link for rank in ranks for address, link in rank.peers.items()},
-            bytes_out=_sum_by_key([rank.bytes_out for rank in ranks]),
-            copy_out_s=_sum_by_key([rank.copy_out_s for rank in ranks]),
-            leases=_sum_by_key([rank.leases for rank in ranks]),
+            bad_frames=self._bad_frames,
         )
-
-
-def _untouched(num_blocks: int) -> PoolStats:
-    """The pool of an engine that has not made a step. One block is vLLM's own (the null block)."""
-    total = max(0, num_blocks - 1)
-    return PoolStats(total=total, free=total, used=0, leased=0)
-
-
-def _sum_by_key(counts: list[dict[str, Number]]) -> dict[str, Number]:
-    keys = {key for count in counts for key in count}
-    return {key: sum(count[key] for count in counts if key in count) for key in sorted(keys)}
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -363,11 +389,11 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return leaf
 
 
-def run_worker(settings: WorkerSettings, kv_role: KvRole) -> NoReturn:
+def run_worker(settings: WorkerSettings) -> NoReturn:
     """Runs a host to its end and leaves the process, taking along whatever it started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    exit_code = runner.run(WorkerHost.start_and_run(settings, kv_role))
+    exit_code = runner.run(WorkerHost.start_and_run(settings))
     # An engine that was still starting runs in a thread that cannot be cancelled, and in processes that only
     # this one knows; a plain return would wait for the first and leave the second behind.
     # The resource tracker stays: it ends by itself, when it has removed the shared memory of the others.

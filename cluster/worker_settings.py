@@ -36,7 +36,8 @@ class WorkerSettings(BaseModel):
     transfer: TransferConfig = Field(description="Links, leases, chunk sizes.")
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
     start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
-    stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGTERM; then the group is killed.")
+    stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")
+    drain_timeout_s: float = Field(default=120.0, gt=0, description="Time to finish everything after SIGTERM.")
 
     @property
     def rank_bind(self) -> str:

@@ -4,21 +4,25 @@ Run by the launcher as `python -m decode.worker SETTINGS.json`. It also prefills
 sending anywhere.
 """
 
+import signal
 import sys
 from pathlib import Path
 
-from cluster.worker_host import run_worker
 from cluster.worker_settings import WorkerSettingsError, read_worker_settings
 
 
 def main() -> None:
+    # While vLLM is imported, which takes seconds, a SIGINT just ends the process; it may be inherited as ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from cluster.worker_host import run_worker
+
     if len(sys.argv) != 2:
         sys.exit("usage: python -m decode.worker SETTINGS.json (written by `twinpool serve`)")
     try:
         settings = read_worker_settings(Path(sys.argv[1]))
     except WorkerSettingsError as error:
         sys.exit(str(error))
-    run_worker(settings, "kv_consumer")
+    run_worker(settings)
 
 
 if __name__ == "__main__":

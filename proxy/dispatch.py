@@ -229,6 +229,14 @@ class Dispatcher:
                 self._place(trip)
         self._flush()
 
+    def needs(self, worker_id: str) -> bool:
+        """Whether a request is at a worker, is still to be sent there, or has blocks there that are still fetched."""
+        fetching = (Stage.PREFILLING, Stage.HANDING_OVER)
+        return bool(self.legs.workload(worker_id).legs) or any(
+            worker_id == trip.flight.decode or (worker_id == trip.flight.prefill and trip.flight.stage in fetching)
+            for trip in self.trips.values()
+        )
+
     def on_beat(self, now_s: float) -> None:
         """Deadlines of the queue, renewal of leases, reports that will not come any more."""
         for request_id in list(self._queued):

@@ -67,7 +67,8 @@ class ProxyMetrics:
         self.worker_losses = counter("worker_losses", "Workers given up.", "kind")
         self.bad_frames = counter("bad_frames", "Frames from workers that were dropped.")
         self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
-        self.workers_alive = gauge("workers_alive", "Living workers.", "role")
+        self.workers_alive = gauge("workers_alive", "Living workers, also those that drain.", "role")
+        self.workers_draining = gauge("workers_draining", "Living workers that take no new requests.", "role")
         self.requests_open = gauge("requests_open", "Requests in the proxy.", "stage")
         self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker; free + used + leased = total.", "worker", "state")
         self.worker_requests = gauge("worker_requests", "Requests in a worker's engine.", "worker", "state")
@@ -177,10 +178,11 @@ class ProxyMetrics:
         for stage in STAGES:
             self.requests_open.labels(stage).set(stages.count(stage))
 
-    def observe_alive(self, alive: Mapping[str, int]) -> None:
-        """Living workers by role."""
+    def observe_alive(self, alive: Mapping[str, int], draining: Sequence[str] = ()) -> None:
+        """Living workers by role, and the role of each that drains."""
         for role, count in alive.items():
             self.workers_alive.labels(role).set(count)
+            self.workers_draining.labels(role).set(draining.count(role))
 
     def unregister(self) -> None:
         """Takes them out of the registry, for the next proxy of this process."""

@@ -38,13 +38,20 @@ def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
     )
 
 
+def _state(worker: Worker) -> str:
+    if worker.alive:
+        return "ready" if worker.takes_requests else "draining"
+    return "drained" if worker.lost_by == "drained" else "dead"
+
+
 def _worker(worker: Worker, cause: str) -> WorkerStatus:
     load = worker.load
     return WorkerStatus(
         worker_id=worker.worker_id,
         role=worker.role,
-        state="ready" if worker.alive else "dead",
+        state=_state(worker),
         cause="" if worker.alive else cause,
+        drains_to=worker.drains_to if worker.alive else "",
         epoch=worker.hello.epoch,
         pid=worker.hello.pid,
         hostname=worker.hello.hostname,

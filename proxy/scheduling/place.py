@@ -85,6 +85,8 @@ def place(request: RequestShape, view: PoolView, policy: Policy) -> Placement:
     prefillers = [w for w in view.alive("prefill") if w.max_model_len >= needed]
     if not decoders and view.alive("decode"):
         return _too_long(request, view.alive("decode"))
+    if not decoders and any(w.in_transition for w in view.workers if w.role == "decode"):
+        return Wait("no_decode_worker")
     if not decoders:
         return _without(policy, "no_decode_worker", "No decode worker is alive")
     local = _roomiest(decoders).worker_id

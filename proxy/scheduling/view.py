@@ -15,6 +15,7 @@ class WorkerView:
     worker_id: str
     role: Role
     alive: bool
+    """It takes new requests."""
     fingerprint: str
     """Of its KV layout; workers with equal ones can exchange blocks."""
     max_model_len: int
@@ -25,6 +26,8 @@ class WorkerView:
     """Requests it carries, and those on their way to it."""
     blocks_free: int
     """KV blocks free for new requests: the last report less what was promised since and what is on its way."""
+    in_transition: bool = False
+    """Not alive for new requests: it drains, or is being started again. Waiting for it, or its successor, may pay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,23 @@
 """Which workers there are, which of them are alive, and who may talk. Pure: time is passed in.
 
 A worker is known by its `worker_id`; one life of its process by its `epoch`. A hello with a new epoch is a new life:
-what the old one carried is lost. Silence for `dead_after_s` means dead until it is heard again.
+what the old one carried is lost. Silence for `dead_after_s` means dead until it is heard again. A worker that drains is
+alive and gets no new requests; what its hello says about that, and about its role, is true.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from cluster.messages import PROTOCOL_VERSION, WorkerHello, WorkerLoad
+from cluster.messages import LEAVE, PROTOCOL_VERSION, WorkerHello, WorkerLoad
 from cluster.pairing import differing_fields
 from cluster.status import RefusedPair
 from proxy.flights.legbook import Workload
 from proxy.scheduling.view import PoolView, Role, WorkerView
 
-LossKind = Literal["silent", "exited", "left", "restarted", "unreachable", "rejoined"]
+LossKind = Literal["silent", "exited", "left", "drained", "restarted", "unreachable", "rejoined"]
+ENDS: tuple[LossKind, ...] = ("exited", "left", "drained", "restarted")
+"""Of a life; the others may be heard again."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,10 @@ class Worker:
     load: WorkerLoad | None = None
     promised_blocks: int = 0
     """KV blocks of requests placed since `load` was sent."""
+    ordered: str = ""
+    """Goal of a drain that it was told of and has not confirmed by a hello."""
+    lost_by: LossKind | None = None
+    """How it was lost, if it is not alive."""
 
     @property
     def worker_id(self) -> str:
@@ -39,6 +46,16 @@ class Worker:
     @property
     def role(self) -> Role:
         return cast(Role, self.hello.role)
+
+    @property
+    def drains_to(self) -> str:
+        """`cluster.messages.LEAVE`, a role, or empty if it does not drain."""
+        return self.ordered or self.hello.drains_to
+
+    @property
+    def takes_requests(self) -> bool:
+        """New ones."""
+        return self.alive and not self.drains_to
 
     def blocks_of(self, num_tokens: int) -> int:
         """KV blocks that hold so many tokens here."""
@@ -70,7 +87,9 @@ class Admission:
     lost: Loss | None = None
     """The earlier life that this hello ended."""
     joined: bool = False
-    """True if it was not already alive with this epoch."""
+    """It can do what it could not do before: it was not alive with this epoch, or in this role."""
+    changed: bool = False
+    """Placement must look again."""
 
 
 @dataclass(slots=True)
@@ -86,6 +105,10 @@ class Roster:
     by_identity: dict[bytes, str] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
     """Why dead workers are dead, by worker id; also of those that never said hello."""
+    restarts: bool = False
+    """Whether processes that ended are started again, as a rule."""
+    stays_down: set[str] = field(default_factory=set)
+    """The exceptions: workers that are not started again."""
     gone_epochs: set[str] = field(default_factory=set)
     """Lives that said goodbye or exited; nothing they still had on the way counts."""
     differences: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -107,30 +130,50 @@ class Roster:
         if hello.epoch in self.gone_epochs:
             return Admission(None, f"this life of {hello.worker_id} (epoch {hello.epoch}) has already left")
         known = self.workers.get(hello.worker_id)
-        if known is not None and known.hello.role != hello.role:
-            return Admission(None, f"the id {hello.worker_id} belongs to a {known.hello.role} worker")
         if known is not None and known.hello.epoch == hello.epoch:
-            # A worker drops its requests when it loses sight of the proxy. Without that it only repeats itself,
-            # because our welcome was late.
-            joined = not known.alive
-            dropped = hello.proxies_lost != known.hello.proxies_lost
-            cause = f"Worker {hello.worker_id} lost sight of the proxy and dropped its requests"
-            lost = Loss(hello.worker_id, "rejoined", cause) if dropped and not joined else None
-            self.by_identity.pop(known.identity, None)
-            known.hello, known.identity, known.heard_s, known.alive = hello, identity, now_s, True
-            self.by_identity[identity] = hello.worker_id
-            self.causes.pop(hello.worker_id, None)
-            return Admission(known, lost=lost, joined=joined)
+            return self._same_life(known, identity, hello, now_s)
         lost = None
         if known is not None:
             lost = self.lose(hello.worker_id, "restarted", f"Worker {hello.worker_id} restarted")
             self.by_identity.pop(known.identity, None)
         worker = Worker(hello, identity, self._index(hello.worker_id), now_s)
         self.workers[hello.worker_id] = worker
+        self.stays_down.discard(hello.worker_id)
         self._compare_layouts()
         self.by_identity[identity] = hello.worker_id
         self.causes.pop(hello.worker_id, None)
-        return Admission(worker, lost=lost, joined=True)
+        return Admission(worker, lost=lost, joined=True, changed=True)
+
+    def _same_life(self, known: Worker, identity: bytes, hello: WorkerHello, now_s: float) -> Admission:
+        """It repeats itself because our welcome was late, has dropped what it carried, drains, or has another role."""
+        was_alive, took, old = known.alive, known.takes_requests, known.hello
+        if (hello.drain, hello.drains_to) != (old.drain, old.drains_to):
+            known.ordered = ""  # this is the answer
+        self.by_identity.pop(known.identity, None)
+        known.hello, known.identity, known.heard_s, known.alive = hello, identity, now_s, True
+        self.by_identity[identity] = hello.worker_id
+        self.causes.pop(hello.worker_id, None)
+        moved = hello.role != old.role
+        if moved:
+            self._compare_layouts()
+        lost = None
+        if hello.proxies_lost != old.proxies_lost and was_alive:
+            why = f"had no more time to drain as a {old.role} worker" if moved else "lost sight of the proxy"
+            lost = Loss(hello.worker_id, "rejoined", f"Worker {hello.worker_id} {why} and dropped its requests")
+        joined = moved or not was_alive
+        return Admission(known, lost=lost, joined=joined, changed=joined or took != known.takes_requests)
+
+    def order(self, worker_id: str, goal: str) -> Worker | None:
+        """Notes that a worker is about to be told to drain: from now on it gets nothing new. None if it is not alive.
+
+        A goal that it has already, drained or not, changes nothing.
+        """
+        worker = self.workers.get(worker_id)
+        if worker is None or not worker.alive:
+            return None
+        if goal not in (worker.role, worker.hello.drains_to) and worker.hello.drains_to != LEAVE:
+            worker.ordered = goal
+        return worker
 
     def _compare_layouts(self) -> None:
         """Once per pair of layouts, not per request."""
@@ -191,12 +234,25 @@ class Roster:
             self.causes[worker_id] = cause
         if worker is None:
             return None
-        if kind in ("exited", "left", "restarted"):
+        if kind in ENDS:
             self.gone_epochs.add(worker.hello.epoch)
+        if worker.alive or (kind in ENDS and worker.lost_by not in ENDS):
+            worker.lost_by = kind
         if not worker.alive:
             return None
-        worker.alive = False
+        worker.alive, worker.ordered = False, ""
         return Loss(worker_id, kind, cause)
+
+    def expect(self, worker_id: str, returns: bool) -> None:
+        """Whether a worker whose process ended comes back."""
+        (self.stays_down.discard if returns else self.stays_down.add)(worker_id)
+
+    def _in_transition(self, worker: Worker) -> bool:
+        """It, or whoever takes its place, is worth waiting for."""
+        if worker.alive:
+            return not worker.takes_requests
+        comes_back = self.restarts and worker.lost_by in ENDS and worker.worker_id not in self.stays_down
+        return comes_back or worker.lost_by == "drained"
 
     def forgive(self, late_s: float) -> None:
         """The proxy did not listen for `late_s`; that much silence does not count."""
@@ -216,6 +272,14 @@ class Roster:
         """Living workers in the order of their indices."""
         living = [w for w in self.workers.values() if w.alive and role in (None, w.role)]
         return sorted(living, key=lambda w: w.index)
+
+    def taking_requests(self, role: Role | None = None) -> list[Worker]:
+        """Living workers that do not drain."""
+        return [worker for worker in self.alive(role) if worker.takes_requests]
+
+    def draining(self) -> list[Worker]:
+        """Living workers that take no new requests."""
+        return [worker for worker in self.alive() if not worker.takes_requests]
 
     @property
     def max_model_len(self) -> int:
@@ -241,12 +305,13 @@ class Roster:
                 WorkerView(
                     worker_id=worker.worker_id,
                     role=worker.role,
-                    alive=worker.alive,
+                    alive=worker.takes_requests,
                     fingerprint=worker.hello.fingerprint,
                     max_model_len=worker.hello.engine.max_model_len,
                     queued_tokens=given.queued_tokens,
                     num_requests=len(given.legs) + len(coming),
                     blocks_free=max(0, worker.blocks_free - blocks_to_come),
+                    in_transition=self._in_transition(worker),
                 )
             )
         return PoolView(tuple(views), frozenset(layouts for layouts, forbid in self.differences.items() if not forbid))

@@ -35,6 +35,7 @@ class PoolListener(Protocol):
     def on_worker_lost(self, loss: Loss) -> None: ...
     def on_pool_changed(self) -> None: ...
     def on_beat(self, now_s: float) -> None: ...
+    def needs(self, worker_id: str) -> bool: ...
 
 
 class WorkerPool:
@@ -49,6 +50,8 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         self._next_call_id = 1
+        self._orders: dict[str, messages.Drain] = {}
+        """To draining workers, until each has heard of it."""
         self._socket = WorkerSocket(address, self._take, self._bad_frame)
         self._beats = asyncio.create_task(self._beat_for_ever(), name="worker-beats")
         self.address = self._socket.address
@@ -77,10 +80,27 @@ class WorkerPool:
         worker = self.roster.workers.get(worker_id)
         return worker is not None and self._socket.send(worker.identity, message, extra)
 
-    def give_up(self, worker_id: str, cause: str) -> None:
-        """The worker's process has ended, or cannot be reached."""
-        self._lost(self.roster.lose(worker_id, "exited", cause))
-        self._changed.set()
+    def give_up(self, worker_id: str, cause: str, *, drained: bool = False, returns: bool = False) -> None:
+        """The worker's process has ended; `drained`: because it was told to; `returns`: it will be started again."""
+        self.roster.expect(worker_id, returns)
+        self._lost(self.roster.lose(worker_id, "drained" if drained else "exited", cause))
+        self._pool_changed()
+
+    def drain(self, worker_id: str, goal: str, timeout_s: float) -> bool:
+        """Tells a worker to drain; `goal` is `messages.LEAVE` or a role. False if it is not alive.
+
+        It is told again until it says that it heard.
+        """
+        worker = self.roster.order(worker_id, goal)
+        if worker is None:
+            return False
+        log.info("drain_ordered worker=%s goal=%s timeout_s=%g", worker_id, goal, timeout_s)
+        order = messages.Drain(goal, timeout_s)
+        if worker.ordered:
+            self._orders[worker_id] = order
+        self.send(worker_id, order)
+        self._pool_changed()
+        return True
 
     def unreachable(self, worker_id: str) -> None:
         """A send to it failed. It may reconnect."""
@@ -144,7 +164,8 @@ class WorkerPool:
                 self._metrics.observe_load(worker.worker_id, message)
             case messages.Goodbye():
                 cause = f"Worker {worker.worker_id} left: {message.reason}"
-                self._lost(self.roster.lose(worker.worker_id, "left", cause))
+                drained = worker.drains_to == messages.LEAVE
+                self._lost(self.roster.lose(worker.worker_id, "drained" if drained else "left", cause))
             case messages.UtilityReply():
                 self._reply(worker, message)
             case messages.Outputs() if listener is not None:
@@ -163,9 +184,29 @@ class WorkerPool:
         self._socket.send(identity, messages.Welcome(self.epoch))
         self._lost(admission.lost)
         if admission.joined:
-            log.info("worker_joined worker=%s epoch=%s fingerprint=%s", hello.worker_id, hello.epoch, hello.fingerprint)
+            log.info(
+                "worker_joined worker=%s role=%s epoch=%s fingerprint=%s",
+                *(hello.worker_id, hello.role, hello.epoch, hello.fingerprint),
+            )
             self._introduce(admission.worker)
+        if admission.changed:
+            log.info("worker_changed worker=%s role=%s drains_to=%s", hello.worker_id, hello.role, hello.drains_to)
             self._pool_changed()
+        self._let_go(admission.worker)
+
+    def _let_go(self, worker: Worker) -> None:
+        """Tells a draining worker that nothing more comes, when that is so."""
+        waits = worker.alive and worker.hello.drains_to and not worker.ordered
+        if waits and (self._listener is None or not self._listener.needs(worker.worker_id)):
+            self._socket.send(worker.identity, messages.NothingMore(worker.hello.drain))
+
+    def _follow_drains(self) -> None:
+        for worker in self.roster.draining():
+            if worker.ordered and worker.worker_id in self._orders:
+                self.send(worker.worker_id, self._orders[worker.worker_id])
+            self._let_go(worker)
+        draining = {worker.worker_id for worker in self.roster.draining() if worker.ordered}
+        self._orders = {worker_id: order for worker_id, order in self._orders.items() if worker_id in draining}
 
     def _introduce(self, newcomer: Worker) -> None:
         """Decode workers get their links to prefill workers ready before a request waits for that."""
@@ -193,7 +234,8 @@ class WorkerPool:
     def _lost(self, loss: Loss | None) -> None:
         if loss is None:
             return
-        log.warning("worker_lost worker=%s kind=%s cause=%s", loss.worker_id, loss.kind, loss.cause)
+        level = logging.INFO if loss.kind == "drained" else logging.WARNING
+        log.log(level, "worker_lost worker=%s kind=%s cause=%s", loss.worker_id, loss.kind, loss.cause)
         self._metrics.worker_losses.labels(loss.kind).inc()
         for worker_id, future in list(self._calls.values()):
             if worker_id == loss.worker_id and not future.done():
@@ -203,7 +245,10 @@ class WorkerPool:
             self._listener.on_worker_lost(loss)
 
     def _pool_changed(self) -> None:
-        self._metrics.observe_alive({role: len(self.roster.alive(role)) for role in ("prefill", "decode")})
+        self._metrics.observe_alive(
+            {role: len(self.roster.alive(role)) for role in ("prefill", "decode")},
+            [worker.role for worker in self.roster.draining()],
+        )
         self._changed.set()
         if self._listener is not None:
             self._listener.on_pool_changed()
@@ -233,6 +278,7 @@ class WorkerPool:
                     self._socket.send(worker.identity, messages.ProxyBeat(self.epoch))
             for loss in self.roster.silent(now_s):
                 self._lost(loss)
+            self._follow_drains()
             if self._listener is not None:
                 self._listener.on_beat(now_s)
 

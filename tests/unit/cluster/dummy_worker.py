@@ -24,8 +24,10 @@ time.sleep(600)
 
 def main() -> None:
     pids, behaviour = Path(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     command = [sys.executable, "-c", CHILD, "1", behaviour, CHILD]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

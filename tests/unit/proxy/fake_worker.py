@@ -7,6 +7,7 @@ prefill worker's `Done` would have told it) when the exchange is open.
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from cluster import messages
+from cluster.host.drain import Carried
+from cluster.host.drain_watch import DrainWatch
 
 MODEL = "fake-model"
 EOS = 2
@@ -69,7 +72,6 @@ class FakeWorker:
         protocol: int = messages.PROTOCOL_VERSION,
     ) -> None:
         self.worker_id = worker_id
-        self.role = worker_id.split("-")[0]
         self.epoch = uuid.uuid4().hex
         self.exchange = exchange
         self.submitted: list[EngineCoreRequest] = []
@@ -103,6 +105,30 @@ class FakeWorker:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._token_known: dict[str, asyncio.Event] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self.drain = DrainWatch(worker_id, worker_id.split("-")[0], self._carried, self._retell, self._drop)
+        self.left = ""
+        """Why it said goodbye."""
+        self._retold: list[asyncio.Task[None]] = []
+        self._dropped_all = 0
+
+    @property
+    def role(self) -> str:
+        return self.drain.role
+
+    def _carried(self) -> Carried:
+        return Carried(len(self.running), 0, -math.inf, has_proxy=True)
+
+    def _retell(self) -> None:
+        self._retold.append(asyncio.create_task(self.hello(self._dropped_all)))
+
+    async def _drop(self) -> None:
+        self._dropped_all += 1
+        for task in self._work.values():
+            task.cancel()
+
+    async def _leave_when_drained(self) -> None:
+        self.left = await self.drain.run()
+        await self.say(messages.Goodbye(self.worker_id, self.epoch, self.left))
 
     @property
     def running(self) -> set[str]:
@@ -110,7 +136,8 @@ class FakeWorker:
         return {i for i, task in self._work.items() if not task.done()}
 
     async def start(self) -> "FakeWorker":
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        coroutines = (self._read(), self._beat(), self._leave_when_drained())
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         await self.hello()
         return self
 
@@ -130,6 +157,8 @@ class FakeWorker:
                 [messages.RankAddress(0, f"ipc://{self.worker_id}", self.epoch)],
                 fingerprint,
                 {"layout": fingerprint},
+                self.drain.goal,
+                self.drain.number,
             )
         )
 
@@ -142,12 +171,12 @@ class FakeWorker:
 
     def freeze(self) -> None:
         """Like SIGSTOP: nothing is read or sent any more."""
-        for task in [*self._tasks, *self._work.values()]:
+        for task in [*self._tasks, *self._work.values(), *self._retold]:
             task.cancel()
 
     async def stop(self) -> None:
         self.freeze()
-        for task in [*self._tasks, *self._work.values()]:
+        for task in [*self._tasks, *self._work.values(), *self._retold]:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self.socket.close(linger=0)
@@ -156,7 +185,7 @@ class FakeWorker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if self.welcomed.is_set():
+            if self.welcomed.is_set() and not self.left:
                 await self.say(self.load())
 
     def load(self) -> messages.WorkerLoad:
@@ -192,12 +221,18 @@ class FakeWorker:
                     request = self._decoder.decode(frames[1:])
                     assert request.request_id == engine_request_id
                     self.submitted.append(request)
-                    self._work[engine_request_id] = asyncio.create_task(self._run(request))
+                    assert not self.left, "a request for a worker that was let go"
+                    work = self._work[engine_request_id] = asyncio.create_task(self._run(request))
+                    work.add_done_callback(lambda _task: self.drain.nudge())
                 case messages.Abort(ids):
                     self.aborted += ids
                     for engine_request_id in ids:
                         if engine_request_id in self._work:
                             self._work[engine_request_id].cancel()
+                case messages.Drain(goal, timeout_s):
+                    self.drain.order(goal, timeout_s)
+                case messages.NothingMore(number):
+                    self.drain.nothing_more(number)
                 case messages.DropTransfers(ids):
                     self.dropped += ids
                 case messages.HoldTransfers(ids):

@@ -410,7 +410,7 @@ async def test_a_silent_worker_that_comes_back_is_told_to_drop_its_requests(tmp_
         worker.step_s = 30.0
         collector = await cluster.add(cluster.request())
         await until(lambda: worker.first_tokens)
-        reader, beats = worker._tasks
+        reader, beats, _ = worker._tasks
         reader.cancel()
         beats.cancel()
         await failure(cluster, collector)

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.messages import PROTOCOL_VERSION, EngineFacts, RankAddress, WorkerHello, WorkerLoad
+from cluster.messages import LEAVE, PROTOCOL_VERSION, EngineFacts, RankAddress, WorkerHello, WorkerLoad
 from cluster.status import RefusedPair
 from proxy.flights.legbook import Workload
 from proxy.workers.roster import Roster
@@ -51,11 +51,9 @@ def test_a_worker_that_does_not_fit_hears_why() -> None:
     protocol = known.admit(b"b", hello("decode-0", protocol=99), 0.0)
     role = known.admit(b"b", hello("decode-0", role="router"), 0.0)
     model = known.admit(b"b", hello("decode-0", engine=msgspec.structs.replace(hello().engine, model="other")), 0.0)
-    taken = known.admit(b"b", hello("prefill-0", role="decode", epoch="new"), 0.0)
     assert "protocol 99" in protocol.refused
     assert "'router'" in role.refused
     assert "serves the model other, this cluster serves m" in model.refused
-    assert "belongs to a prefill worker" in taken.refused
     assert [w.worker_id for w in known.alive()] == ["prefill-0"]
 
 
@@ -116,6 +114,83 @@ def test_a_life_that_left_does_not_come_back() -> None:
     assert known.heard(b"\x00", None, "prefill-0-life-1", 1.0) is None
     assert "already left" in known.admit(b"\x00", hello(), 1.0).refused
     assert known.admit(b"\x00", hello(epoch="life-2"), 1.0).joined
+
+
+def drained_hello(goal: str, number: int = 1, **changes: Any) -> WorkerHello:
+    return hello("decode-0", drains_to=goal, drain=number, **changes)
+
+
+def in_transition(known: Roster) -> list[bool]:
+    return [worker.in_transition for worker in known.view(lambda _: Workload(), {}).workers]
+
+
+def test_a_worker_that_drains_is_alive_and_takes_no_requests() -> None:
+    known = roster("prefill-0", "decode-0")
+    admission = known.admit(b"\x01", drained_hello(LEAVE), 1.0)
+    assert admission.changed
+    assert not admission.joined
+    assert [w.worker_id for w in known.alive("decode")] == ["decode-0"]
+    assert known.taking_requests("decode") == []
+    assert [w.worker_id for w in known.draining()] == ["decode-0"]
+    assert [w.alive for w in known.view(lambda _: Workload(), {}).workers] == [True, False]
+    assert in_transition(known) == [False, True]
+    again = known.admit(b"\x01", drained_hello(LEAVE), 2.0)
+    assert not again.changed
+
+
+def test_from_the_order_on_it_gets_nothing_new_and_its_hello_is_the_answer() -> None:
+    known = roster("decode-0")
+    assert known.order("decode-0", "prefill") is not None
+    assert known.taking_requests() == []
+    known.admit(b"\x00", hello("decode-0"), 1.0)
+    assert known.workers["decode-0"].ordered == "prefill", "an earlier hello is no answer"
+    known.admit(b"\x00", drained_hello("prefill"), 1.0)
+    assert known.workers["decode-0"].ordered == ""
+    changed = known.admit(b"\x00", drained_hello("", role="prefill"), 2.0)
+    assert changed.joined
+    assert changed.lost is None
+    assert [w.worker_id for w in known.taking_requests("prefill")] == ["decode-0"]
+
+
+def test_a_role_taken_with_requests_left_over_loses_them() -> None:
+    known = roster("decode-0")
+    known.admit(b"\x00", drained_hello("prefill"), 1.0)
+    changed = known.admit(b"\x00", drained_hello("", role="prefill", proxies_lost=1), 2.0)
+    assert changed.joined
+    assert changed.lost is not None
+    assert "no more time to drain as a decode worker" in changed.lost.cause
+
+
+def test_orders_for_the_dead_and_for_what_is_so_already_change_nothing() -> None:
+    known = roster("decode-0")
+    assert known.order("decode-7", LEAVE) is None
+    assert known.order("decode-0", "decode") is not None
+    assert known.workers["decode-0"].takes_requests
+    known.lose("decode-0", "silent", "it was silent")
+    assert known.order("decode-0", LEAVE) is None
+
+
+def test_who_has_another_role_is_compared_with_its_new_partners() -> None:
+    known = roster("prefill-0", "decode-0")
+    known.admit(b"\x02", hello("prefill-1", fingerprint="g", layout_fields={"dtype": "float16"}), 0.0)
+    known.admit(b"\x02", hello("prefill-1", fingerprint="g", layout_fields={"dtype": "float16"}, role="decode"), 1.0)
+    assert [(pair.prefill, pair.decode) for pair in known.refused_pairs()] == [("prefill-0", "prefill-1")]
+
+
+def test_a_decode_worker_is_worth_waiting_for_if_it_left_on_request_or_is_started_again() -> None:
+    known = roster("decode-0")
+    known.lose("decode-0", "exited", "killed")
+    assert in_transition(known) == [False]
+    known.restarts = True
+    assert in_transition(known) == [True]
+    known.expect("decode-0", returns=False)
+    assert in_transition(known) == [False]
+    known.admit(b"\x00", hello("decode-0", epoch="life-2"), 1.0)
+    known.lose("decode-0", "silent", "it was silent")
+    assert in_transition(known) == [False], "its process may be there for ever"
+    known.lose("decode-0", "exited", "killed")
+    assert in_transition(known) == [True]
+    assert known.lose("decode-0", "drained", "it left") is None, "it was lost before"
 
 
 def test_why_a_worker_is_dead_is_remembered_even_if_it_never_came() -> None:
