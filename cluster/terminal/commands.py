@@ -28,7 +28,7 @@ from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.status import ClusterStatus
-from cluster.terminal.lab_commands import lab_app
+from cluster.terminal.lab_commands import lab_app, plan_command
 from cluster.terminal.status_tables import status_tables
 from cluster.worker_plan import WorkerPlan
 
@@ -45,6 +45,7 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="Work with configurations.")
 app.add_typer(config_app, name="config")
 app.add_typer(lab_app, name="lab")
+app.command("plan")(plan_command)
 
 Arguments = Annotated[
     list[str] | None,

@@ -1,4 +1,4 @@
-"""The commands of `twinpool lab`. What they do lies in `lab`, which this room may not import (docs/decisions.md)."""
+"""`twinpool plan` and `twinpool lab`. What they do lies in `lab`, which this room may not import: docs/decisions.md."""
 
 import importlib
 import sys
@@ -10,6 +10,8 @@ import typer
 LINKS_ENTRY = "lab.links.command:run_links"
 LOAD_ENTRY = "lab.load.command:run_load"
 LOAD_OPTIONS = "lab.load.command:LoadOptions"
+PLAN_ENTRY = "lab.planner.command:run_plan"
+PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 
 lab_app = typer.Typer(no_args_is_help=True, help="Measure this machine, and servers.")
 
@@ -77,6 +79,40 @@ def lab_load(
         json_file=json_file,
     )  # fmt: skip
     sys.exit(_load(LOAD_ENTRY)(options))
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Option(help="llama-3.1-8b, llama-3.1-70b, ... or a directory with a config.json."),
+    ],
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")],
+    gpus: Annotated[int, typer.Option(min=0, help="How many. 0: as many as the workload's rate needs.")] = 0,
+    workload: Annotated[
+        str,
+        typer.Option(help="chat, code, summary or long, or prompt=TOKENS,output=TOKENS; rate=PER_SECOND may follow."),
+    ] = "chat",
+    ttft: Annotated[float, typer.Option(min=0.001, help="Limit on the time to first token, in seconds.")] = 1.0,
+    itl: Annotated[float, typer.Option(min=0.0001, help="Limit on the gaps between tokens, in seconds.")] = 0.05,
+    attained: Annotated[float, typer.Option(min=0.5, max=0.999, help="Share of requests within both.")] = 0.9,
+    dtype: Annotated[Literal["auto", "bf16", "fp8"], typer.Option(help="Of the weights. auto: as published.")] = "auto",
+    kv_dtype: Annotated[Literal["bf16", "fp8"], typer.Option(help="Of the KV cache.")] = "bf16",
+    compute_efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="What large steps reach of peak FLOP/s.")
+    ] = 0.55,
+    memory_efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="What decode steps reach of memory bandwidth.")
+    ] = 0.75,
+    usd_per_hour: Annotated[float, typer.Option(min=0, help="Of one GPU. 0: an assumption per kind.")] = 0.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what a model needs on given GPUs, which pools suit a workload, and whether separating them pays at all."""
+    options = _load(PLAN_OPTIONS)(
+        model=model, gpu=gpu, num_gpus=gpus, workload=workload, ttft_s=ttft, itl_s=itl, attained=attained, dtype=dtype,
+        kv_dtype=kv_dtype, compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency,
+        usd_per_hour=usd_per_hour, json_file=json_file,
+    )  # fmt: skip
+    sys.exit(_load(PLAN_ENTRY)(options))
 
 
 def _load(entry: str) -> Any:

@@ -145,7 +145,7 @@ def test_serve_passes_the_configuration_to_the_composition_root(monkeypatch: pyt
 
 def test_what_is_named_by_a_string_exists() -> None:
     assert callable(commands._load_entry(commands.SERVE_ENTRY))
-    for entry in (lab_commands.LINKS_ENTRY, lab_commands.LOAD_ENTRY, lab_commands.LOAD_OPTIONS):
+    for entry in [value for name, value in vars(lab_commands).items() if name.endswith(("_ENTRY", "_OPTIONS"))]:
         assert callable(lab_commands._load(entry))
 
 
