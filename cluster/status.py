@@ -71,6 +71,16 @@ class RefusedPair(msgspec.Struct, frozen=True):
     """`name (value of the prefill worker / value of the decode worker)`."""
 
 
+class ClassStatus(msgspec.Struct, frozen=True):
+    """Requests of one class that have ended since the start."""
+
+    name: str
+    ttft_s: float
+    itl_s: float
+    outcomes: dict[str, int] = {}
+    """`attained`, `missed_ttft`, `missed_itl`, `missed_both`, `rejected`, `failed`, `aborted`."""
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole answer."""
 
@@ -85,3 +95,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """By failure kind."""
     last_request: LastRequest | None = None
     refused_pairs: list[RefusedPair] = []
+    classes: list[ClassStatus] = []

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from proxy.flights.events import (
 from proxy.flights.flight import Flight, IllegalTransition, Stage, advance
 from proxy.flights.front_end import FrontEnd, LocalFrontEnd
 from proxy.flights.legbook import Legbook
-from proxy.flights.lifetime import Lifetime, LifetimeEvent
+from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip
@@ -55,11 +55,15 @@ from proxy.legs.vllm_leg_outputs import (
     client_output,
     leg_event,
     prompt_scores,
+    scheduled_ago_s,
 )
 from proxy.legs.vllm_leg_requests import Exporter, LegRequests
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.place import Local, Placement, PrefillOnly, Wait, place
+from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
+from proxy.slo.account import Outcome
+from proxy.slo.witness import Witness
 from proxy.workers.roster import Loss, Worker
 from proxy.workers.worker_pool import WorkerPool
 
@@ -87,12 +91,12 @@ class Dispatcher:
         self._local = LocalFrontEnd(on_failure)
         self.outputs = self._local.outputs
         self.trips: dict[str, Trip] = {}
-        self.recent = RecentHandovers()
         self.legs = Legbook()
         self.siblings = Siblings()
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
+        self._witness = Witness(metrics)
         self._transfers: dict[str, Trip] = {}
         self._late_news: deque[tuple[float, str]] = deque()
         self._queued: dict[str, None] = {}
@@ -101,6 +105,16 @@ class Dispatcher:
         self._requests = LegRequests()
         self._decoder = OutputDecoder()
         pool.listen(self)
+
+    @property
+    def recent(self) -> RecentHandovers:
+        """What is remembered of hand-overs."""
+        return self._witness.recent
+
+    @property
+    def outcomes(self) -> Mapping[SloClass, Mapping[Outcome, int]]:
+        """How requests have ended, by class."""
+        return self._metrics.slo.outcomes
 
     @property
     def num_waiting(self) -> int:
@@ -126,22 +140,27 @@ class Dispatcher:
             reserve_at_start=self._settings.reserve_at_start,
             open_ended=bool(request.resumable),
         )
+        lifetime, account = self._witness.arrived(request), self._witness.account(shape)
         trip = self.trips[request_id] = Trip(
-            request_id, request, shape, flight, Lifetime(), front_end or self._local, group
+            request_id, request, shape, flight, lifetime, front_end or self._local, account, group
         )
-        _note(trip, "arrived")
         if self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
             self._place(trip)
         self._flush()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests on every worker. Unknown ids have ended already."""
+    def abort(self, request_ids: Iterable[str], *, answered: bool = False) -> None:
+        """Ends requests on every worker. Unknown ids have ended already.
+
+        `answered`: their clients have all they asked for (a stop string was found); else they have left.
+        """
         for request_id in list(request_ids):
             trip = self.trips.get(request_id)
             if trip is not None:
                 _note(trip, "aborted")
+                if answered:
+                    self._witness.answered(trip)
                 self._feed(trip, Aborted())
         self._flush()
 
@@ -157,6 +176,7 @@ class Dispatcher:
         engine_request_id = trip.legs.get("local")
         if engine_request_id is None:
             return
+        trip.account.pause()
         if not request.resumable:
             # The last chunk: the next finish is the end of the request.
             trip.flight = replace(trip.flight, open_ended=False)
@@ -177,6 +197,8 @@ class Dispatcher:
             leg = self.legs.find(output.request_id, worker.worker_id)
             if leg is None:
                 continue
+            if output.events and (ago_s := scheduled_ago_s(output, step.timestamp)) is not None:
+                self._witness.scheduled(leg.trip, leg.kind, ago_s)
             if output.finish_reason is not None and not leg.trip.flight.open_ended:
                 self._close_leg(leg.trip, leg.kind)
             self._feed(leg.trip, leg_event(leg.kind, output))
@@ -194,15 +216,9 @@ class Dispatcher:
         trip = self._transfers.pop(closed.transfer_id, None)
         if trip is None:
             return
-        self._metrics.observe_handover(closed)
-        self.recent.closed(trip, closed)
-        log.info(
-            "handover_closed request=%s transfer=%s outcome=%s kind=%s link=%s bytes=%d after_done_s=%.4f copy_s=%.4f",
-            *(trip.request_id, closed.transfer_id, closed.outcome, closed.failure_kind, closed.link),
-            *(closed.bytes_moved, closed.done_to_loaded_s, closed.copy_s),
-        )
-        if closed.transfer_id == trip.transfer_id and trip.flight.decode == worker.worker_id:
-            _note(trip, "handover_closed")
+        current = closed.transfer_id == trip.transfer_id and trip.flight.decode == worker.worker_id
+        self._witness.handover_closed(trip, closed, current=current)
+        if current:
             self._feed(trip, HandoverClosed(closed.outcome))
             self._flush()
 
@@ -337,6 +353,7 @@ class Dispatcher:
                 self._submit_decode(trip, worker_id)
             case SubmitLocal(worker_id):
                 self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
+                _note(trip, "local_submitted")
                 engine_request_id = self._open_leg(trip, "local", worker_id)
                 frames = self._requests.local(trip.request, engine_request_id, trip.scores is not None)
                 self._send(worker_id, messages.Submit(engine_request_id), frames)
@@ -359,9 +376,8 @@ class Dispatcher:
                 self._tell_failure(trip, status, cause)
 
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
-        _note(trip, "failed")
-        self._metrics.failed.labels(str(status), cause.kind).inc()
-        log.warning("request_failed request=%s status=%d cause=%s", trip.request_id, status, cause.message)
+        siblings = [t for t in self.trips.values() if t.group == trip.group] if trip.group else []
+        self._witness.failed(trip, siblings, status, cause)
         told = trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
         self.abort(request_id for request_id in told if request_id != trip.request_id)
 
@@ -391,32 +407,17 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ outputs
 
     def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
-        trip.num_outputs += 1
-        if trip.num_outputs == 1:
-            self._first_output(trip, payload, prefill)
-        elif trip.num_outputs == 2:
-            _note(trip, "second_output")
-            gap_s = trip.lifetime.between("first_output", "second_output")
-            if gap_s is not None:
-                self._metrics.second_token_seconds.observe(gap_s)
-                if leg == "decode" and trip.shape.first_token_mode:
-                    self._metrics.handover_gap_seconds.observe(gap_s)
-        output = client_output(payload, trip.request_id, leg, finished, prefill)
-        self._batches.setdefault(trip.front_end, []).append(output)
-        if finished:
-            _note(trip, "finished")
-
-    def _first_output(self, trip: Trip, payload: Any, prefill: Any) -> None:
-        _note(trip, "first_output")
-        parts = trip.lifetime.first_token_parts()
-        if parts is not None:
-            self._metrics.observe_first_token(parts)
-            self.recent.first_output(trip)
-        if trip.shape.wants_prompt_scores:
+        self._witness.output(trip, leg)
+        if trip.num_outputs == 1 and trip.shape.wants_prompt_scores:
             if trip.scores is not None:
                 add_prompt_scores(payload, trip.scores)
             else:
                 trip.scores = prompt_scores(prefill if prefill is not None else payload)
+        output = client_output(payload, trip.request_id, leg, finished, prefill)
+        self._batches.setdefault(trip.front_end, []).append(output)
+        if finished:
+            _note(trip, "finished")
+            self._witness.answered(trip, well=str(output.finish_reason) != "error")
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
         """Gives each front end everything that one message led to, as one engine step."""
@@ -442,7 +443,8 @@ class Dispatcher:
         for kind in list(trip.legs):
             self._close_leg(trip, kind)
         self._queued.pop(trip.request_id, None)
-        self.trips.pop(trip.request_id, None)
+        if self.trips.pop(trip.request_id, None) is not None:
+            self._witness.ended(trip)
         self._expect_late_news(trip)
         heir = self.trips.get(self.siblings.leave(trip) or "")
         if heir is not None:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.messages import HandoverClosed, WorkerLoad
-from proxy.flights.lifetime import FirstTokenParts
+from proxy.flights.lifetime import FirstTokenParts, SecondTokenParts
 from proxy.scheduling.place import REASONS
+from proxy.slo.metrics import SloMetrics
 
 STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -61,6 +62,9 @@ class ProxyMetrics:
         )
         self.ttft_seconds = histogram("ttft_seconds", "Seconds to the first token at the proxy.")
         self.ttft_part_seconds = histogram("ttft_part_seconds", "Its parts in seconds, which add up to it.", "part")
+        self.second_token_part_seconds = histogram(
+            "second_token_part_seconds", "Parts in seconds of handover_gap_seconds, which add up to it.", "part"
+        )
         self.second_token_seconds = histogram(
             "second_token_seconds", "Seconds from the first to the second output of a request, handed over or local."
         )
@@ -103,6 +107,7 @@ class ProxyMetrics:
         self.worker_bad_frames = gauge(
             "worker_bad_frames", "Frames that a worker's host and ranks dropped since its start.", "worker"
         )
+        self.slo = SloMetrics(registry)
         self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
         for role in ("prefill", "decode"):
             self.workers_alive.labels(role).set(0)
@@ -114,12 +119,15 @@ class ProxyMetrics:
     def observe_first_token(self, parts: FirstTokenParts) -> None:
         """Notes where the time to the first token went."""
         self.ttft_seconds.observe(parts.total_s)
-        for part, seconds in (
-            ("queue", parts.queue_s),
-            ("worker_queue", parts.worker_queue_s),
-            ("prefill", parts.prefill_s),
-        ):
+        for part, seconds in parts.by_name().items():
             self.ttft_part_seconds.labels(part).observe(seconds)
+
+    def observe_handover_gap(self, gap_s: float, parts: SecondTokenParts | None) -> None:
+        """Notes what a hand-over cost between token 1 and token 2."""
+        self.handover_gap_seconds.observe(gap_s)
+        if parts is not None:
+            for part in ("hand_off", "decode_queue", "decode_step"):
+                self.second_token_part_seconds.labels(part).observe(getattr(parts, part))
 
     def observe_handover(self, closed: HandoverClosed) -> None:
         """Notes an ended hand-over."""
@@ -186,6 +194,7 @@ class ProxyMetrics:
 
     def unregister(self) -> None:
         """Takes them out of the registry, for the next proxy of this process."""
+        self.slo.unregister()
         for metric in vars(self).values():
             if isinstance(metric, Counter | Gauge | Histogram):
                 self._registry.unregister(metric)

@@ -15,6 +15,8 @@ def status_tables(status: ClusterStatus) -> RenderableType:
     """Workers with load and KV blocks, links, hand-overs, and the last request."""
     head = Text(f"{status.model}: {status.requests_running} running, {status.requests_waiting} waiting")
     parts: list[RenderableType] = [head, _workers(status), *_remarks(status), _links(status)]
+    if status.classes:
+        parts.append(_classes(status))
     outcomes = [f"{count} {name}" for name, count in status.transfers.items()]
     failures = [f"{count} x {name}" for name, count in status.transfer_failures.items() if count]
     parts.append(Text(f"Hand-overs: {', '.join(outcomes) or 'none yet'}; failures: {', '.join(failures) or 'none'}"))
@@ -57,6 +59,25 @@ def _remarks(status: ClusterStatus) -> list[Text]:
         for pair in status.refused_pairs
     ]
     return remarks
+
+
+def _classes(status: ClusterStatus) -> Table:
+    """Of those that got an answer or were turned away, how many had what their class promises."""
+    table = Table("class", "targets", box=SIMPLE_HEAD)
+    for title in ("requests", "attained", "late", "uneven", "rejected", "failed", "left"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for kind in status.classes:
+        count = {**dict.fromkeys(("attained", "rejected", "failed", "aborted"), 0), **kind.outcomes}
+        both = count.get("missed_both", 0)
+        late, uneven = count.get("missed_ttft", 0) + both, count.get("missed_itl", 0) + both
+        total = sum(count.values())
+        judged = total - count["aborted"]
+        share = f"{count['attained'] / judged:.1%}" if judged else "-"
+        numbers = (late, uneven, count["rejected"], count["failed"], count["aborted"])
+        targets = f"{kind.ttft_s:g} s, {kind.itl_s * 1000:g} ms"
+        table.add_row(kind.name, targets, f"{total:,}", share, *(f"{number:,}" for number in numbers))
+    table.padding = (0, 0)
+    return table
 
 
 def _links(status: ClusterStatus) -> Table:

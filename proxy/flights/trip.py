@@ -8,6 +8,7 @@ from proxy.flights.flight import Flight
 from proxy.flights.front_end import FrontEnd
 from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
+from proxy.slo.account import Account
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class Trip:
     lifetime: Lifetime
     front_end: FrontEnd
     """Where its outputs and its failure go."""
+    account: Account
+    """How it fares against its class."""
     group: str = ""
     """Names the siblings of an `n > 1` request; empty otherwise."""
     legs: dict[LegKind, str] = field(default_factory=dict)

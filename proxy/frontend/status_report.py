@@ -2,7 +2,7 @@
 
 import time
 
-from cluster.status import BlockCounts, ClusterStatus, WorkerStatus
+from cluster.status import BlockCounts, ClassStatus, ClusterStatus, WorkerStatus
 from proxy.dispatch import Dispatcher
 from proxy.workers.roster import Roster, Worker
 
@@ -35,6 +35,10 @@ def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
         transfer_failures=dict(dispatcher.recent.failures),
         last_request=dispatcher.recent.last,
         refused_pairs=roster.refused_pairs(),
+        classes=[
+            ClassStatus(slo.name, slo.ttft_s, slo.itl_s, dict(outcomes))
+            for slo, outcomes in sorted(dispatcher.outcomes.items(), key=lambda item: item[0].name)
+        ],
     )
 
 

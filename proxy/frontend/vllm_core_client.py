@@ -3,7 +3,8 @@
 Internals of vLLM 0.32.0 this relies on, checked by `tests/unit/proxy/test_vllm_core_client.py`:
 `EngineCoreClient` and what `AsyncLLM` calls on it; `EngineCoreClient.make_async_mp_client`, called once by
 `AsyncLLM.__init__`; `OutputProcessor.{request_states, has_request, abort_requests}`, `RequestState.{queue,
-parent_req}`, `RequestOutputCollector.put(exception)`, which `generate()` raises to its caller.
+parent_req}`, `RequestOutputCollector.put(exception)`, which `generate()` raises to its caller; `AsyncLLM` aborts what
+ended at a stop string from the task that reads outputs.
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         self._num_engines = num_engines
         self._returns_routed_experts = returns_routed_experts
         self._front_end: OutputProcessor | None = None
+        self._reader: asyncio.Task[Any] | None = None
         # A context lives as long as its HTTP request; nobody else keeps it.
         self._contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
 
@@ -65,8 +67,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         """Hands a request to the dispatcher; `group` names its siblings."""
 
     @abstractmethod
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        """Ends requests on every worker."""
+    def _abort(self, request_ids: Iterable[str], *, answered: bool) -> None:
+        """Ends requests on every worker; `answered`: their clients have all they asked for."""
 
     @abstractmethod
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
@@ -102,10 +104,12 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Ends requests on every worker."""
-        self._abort(request_ids)
+        # Who reads outputs aborts what it has found a stop string in; everybody else, what clients have left.
+        self._abort(request_ids, answered=asyncio.current_task() is self._reader)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of one engine step of one worker."""
+        self._reader = asyncio.current_task()
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
             raise outputs
@@ -254,8 +258,8 @@ class ClusterClient(FrontEndClient):
     def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
         self.dispatcher.add(request.request_id, request, shape, group)
 
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        self.dispatcher.abort(request_ids)
+    def _abort(self, request_ids: Iterable[str], *, answered: bool) -> None:
+        self.dispatcher.abort(request_ids, answered=answered)
 
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         try:

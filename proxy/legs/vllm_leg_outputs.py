@@ -1,6 +1,7 @@
 """What comes back from the legs, and how it is turned into the outputs of the client's one request.
 
-Relies on vLLM 0.32: the fields of `EngineCoreOutput` and `EngineCoreOutputs`; `RequestState.is_prefilling` is cleared
+Relies on vLLM 0.32: the fields of `EngineCoreOutput` (with `events` while the engine keeps statistics) and
+`EngineCoreOutputs`, whose `timestamp` is of the same clock; `RequestState.is_prefilling` is cleared
 by the first output, which must therefore carry the prefill's statistics and prompt logprobs.
 """
 
@@ -50,6 +51,17 @@ def leg_event(leg: LegKind, output: EngineCoreOutput) -> LegOutput:
     finish = str(output.finish_reason) if output.finish_reason is not None else None
     token = output.new_token_ids[0] if output.new_token_ids else None
     return LegOutput(leg, token, cast("Finish | None", finish), output)
+
+
+def scheduled_ago_s(output: EngineCoreOutput, step_at_s: float) -> float | None:
+    """Seconds from the moment a request was first scheduled to the end of the step at `step_at_s`.
+
+    Both are times of the engine's clock, so the difference means the same everywhere. None: this output does not say.
+    """
+    for event in output.events or ():
+        if event.type == EngineCoreEventType.SCHEDULED:
+            return max(0.0, step_at_s - float(event.timestamp))
+    return None
 
 
 def prompt_scores(output: EngineCoreOutput) -> PromptScores:

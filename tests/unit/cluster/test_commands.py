@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.status import BlockCounts, ClusterStatus, LastRequest, LinkStatus, WorkerStatus
+from cluster.status import BlockCounts, ClassStatus, ClusterStatus, LastRequest, LinkStatus, WorkerStatus
 from cluster.terminal import commands, lab_commands
 from lab.load.command import LoadOptions
 
@@ -35,6 +35,7 @@ STATUS = ClusterStatus(
     transfers={"loaded": 7},
     transfer_failures={"peer_lost": 1},
     last_request=LastRequest(1500, 1.23, 0.0045, 34_500_000, "host", "loaded"),
+    classes=[ClassStatus("gold", 0.5, 0.05, {"attained": 88, "missed_ttft": 5, "missed_both": 7, "aborted": 9})],
 )
 
 
@@ -75,6 +76,9 @@ def test_status_shows_pools_blocks_links_and_the_last_hand_over(url: str) -> Non
     assert "1 x peer_lost" in out
     assert "prefill-0 holds leases: 2 x computing\n" in out
     assert "decode-0 saw transfers fail: 4 x checksum\n" in out
+    row = next(line.split() for line in out.splitlines() if line.strip().startswith("gold"))
+    # Requests, attained of those that did not leave, late, uneven, rejected, failed, left.
+    assert row == ["gold", "0.5", "s,", "50", "ms", "109", "88.0%", "12", "7", "0", "0", "9"]
 
 
 def test_status_as_json_is_the_answer_as_it_is(url: str) -> None:

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 import zmq
 import zmq.asyncio
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -292,6 +299,7 @@ class FakeWorker:
         assert params is not None
         assert params.max_tokens is not None
         tokens = list(prompt)
+        scheduled = EngineCoreEvent.new_event(EngineCoreEventType.SCHEDULED)
         for index in range(params.max_tokens):
             await self.gate.wait()
             await asyncio.sleep(self.step_s)
@@ -307,6 +315,7 @@ class FakeWorker:
                     np.array([[token]]), np.array([[-0.5]], dtype=np.float32), np.array([1]), None
                 )
             if first:
+                output.events = [scheduled]
                 output.prefill_stats = PrefillStats(len(prompt), len(prompt), 7 if self.role == "prefill" else 5)
                 if params.prompt_logprobs is not None:
                     rows = len(prompt) - 1

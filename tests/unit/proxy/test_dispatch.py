@@ -442,6 +442,7 @@ async def test_a_queued_request_that_nobody_takes_is_answered_504(tmp_path: Path
     async with mini_cluster(tmp_path, "decode-0", on_no_prefill="queue") as cluster:
         error = await failure(cluster, await cluster.add(cluster.request()))
         assert error.http_status == 504
+        assert cluster.metric("requests_rejected_total", slo_class="default", reason="queue_timeout") == 1
 
 
 @pytest.mark.parametrize("n", [1, 3])
