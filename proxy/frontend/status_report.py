@@ -36,7 +36,7 @@ def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
         last_request=dispatcher.recent.last,
         refused_pairs=roster.refused_pairs(),
         classes=[
-            ClassStatus(slo.name, slo.ttft_s, slo.itl_s, dict(outcomes))
+            ClassStatus(slo.name, slo.ttft_s, slo.itl_s, {str(outcome): count for outcome, count in outcomes.items()})
             for slo, outcomes in sorted(dispatcher.outcomes.items(), key=lambda item: item[0].name)
         ],
     )
