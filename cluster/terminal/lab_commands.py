@@ -10,6 +10,7 @@ import typer
 LINKS_ENTRY = "lab.links.command:run_links"
 LOAD_ENTRY = "lab.load.command:run_load"
 LOAD_OPTIONS = "lab.load.command:LoadOptions"
+SCALING = "lab.traces.trace:Scaling"
 PLAN_ENTRY = "lab.planner.command:run_plan"
 PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 
@@ -39,7 +40,7 @@ def lab_links(
 def lab_load(
     url: Annotated[str, typer.Argument(help="Address of any OpenAI-compatible server.")],
     work: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--work",
             "-w",
@@ -48,8 +49,18 @@ def lab_load(
             "(sessions of several turns), shared= (tokens that all sessions begin with). May be given several times: "
             "chat=0.5/s,128+64,ttft=3,itl=0.1",
         ),
-    ],
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long sessions begin.")] = 60.0,
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Instead of --work: a trace of Azure, Mooncake or BurstGPT, replayed."),
+    ] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Trace: 2 replays it in half of the time.")] = 1.0,
+    share: Annotated[float, typer.Option(min=0.0001, max=1, help="Trace: of its requests, so many are sent.")] = 1.0,
+    lengths: Annotated[float, typer.Option(min=0.001, help="Trace: factor on prompts, blocks and outputs.")] = 1.0,
+    max_prompt: Annotated[int, typer.Option(min=0, help="Trace: leave longer prompts out. 0: none.")] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Trace: limit on the time to first token, in seconds.")] = None,
+    itl: Annotated[float | None, typer.Option(help="Trace: limit on the gaps between tokens, in seconds.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long sessions begin, or the part of a trace.")] = 60.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed is the same work.")] = 1,
     process: Annotated[
         Literal["poisson", "gamma", "even"], typer.Option(help="How sessions arrive; gamma comes in bursts.")
@@ -73,10 +84,11 @@ def lab_load(
     json_file: JsonFile = None,
 ) -> None:
     """Send open-loop load to a server and measure TTFT, every gap between tokens, and how many met their limits."""
+    scaling = _load(SCALING)(speed=speed, share=share, lengths=lengths, seconds=seconds, max_prompt_tokens=max_prompt)
     options = _load(LOAD_OPTIONS)(
-        url=url, work=work, seconds=seconds, seed=seed, process=process, cv=cv, model=model, api_key=api_key,
-        tokenizer=tokenizer, class_header=class_header, timeout_s=timeout_s, plain=plain, jsonl_file=jsonl_file,
-        json_file=json_file,
+        url=url, work=work or [], trace=trace, scaling=scaling, ttft_s=ttft, itl_s=itl, seconds=seconds, seed=seed,
+        process=process, cv=cv, model=model, api_key=api_key, tokenizer=tokenizer, class_header=class_header,
+        timeout_s=timeout_s, plain=plain, jsonl_file=jsonl_file, json_file=json_file,
     )  # fmt: skip
     sys.exit(_load(LOAD_ENTRY)(options))
 

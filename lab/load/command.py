@@ -19,15 +19,18 @@ from rich.text import Text
 from lab.load.arrivals import Process
 from lab.load.client import Record, Target
 from lab.load.drive import Load
-from lab.load.plan import plan_sessions
+from lab.load.plan import plan_sessions, replay
 from lab.load.prompts import NoTokenizer, Prompts, local_tokenizer, server_tokenizer
 from lab.load.summary import Summary, summarize
 from lab.load.table import tables
 from lab.load.work import WorkClass, WorkError, parse_work
+from lab.traces.formats import TraceError, read_trace
+from lab.traces.trace import Scaling, TraceRequest, scale
 
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 _MODELS_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
+TRACE_CLASS = "trace"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class LoadOptions:
 
     url: str
     work: Sequence[str]
+    trace: Path | None
+    scaling: Scaling
+    ttft_s: float | None
+    itl_s: float | None
+    """Limits of a trace's requests."""
     seconds: float
     seed: int
     process: Process
@@ -55,21 +63,23 @@ def run_load(options: LoadOptions) -> int:
     """Returns the exit status: 1 when no request came whole, 130 after Ctrl-C."""
     errors = Console(stderr=True, highlight=False)
     try:
-        classes = [parse_work(text) for text in options.work]
-        if len({work.name for work in classes}) < len(classes):
-            raise WorkError("two classes of requests have the same name")
+        trace = scale(read_trace(options.trace), options.scaling, options.seed) if options.trace else []
+        classes = _classes(options, trace)
         url = options.url.rstrip("/").removesuffix("/v1")
         model = options.model or _first_model(url, options.api_key)
         encode = (
             local_tokenizer(options.tokenizer) if options.tokenizer else server_tokenizer(url, model, options.api_key)
         )
-        sessions = plan_sessions(classes, options.seconds, options.seed, options.process, options.cv)
+        if options.trace:
+            sessions = replay(trace, TRACE_CLASS, options.seed)
+        else:
+            sessions = plan_sessions(classes, options.seconds, options.seed, options.process, options.cv)
         extra: dict[str, Any] = {} if options.plain else {"ignore_eos": True, "return_token_ids": True}
         target = Target(url, model, {"Authorization": f"Bearer {options.api_key}"}, extra, options.timeout_s)
         with errors.status(f"making {len(sessions)} prompts"):
             lines = options.jsonl_file.open("wb", buffering=0) if options.jsonl_file else None
             load = Load(target, sessions, Prompts(encode), partial(_write, lines), options.class_header)
-    except (WorkError, NoTokenizer, OSError) as error:
+    except (WorkError, TraceError, NoTokenizer, OSError) as error:
         errors.print(f"twinpool: {error}", style="red", soft_wrap=True, markup=False)
         return _EXIT_USAGE
     interrupted = asyncio.run(_drive(load, errors, len(sessions)))
@@ -82,6 +92,22 @@ def run_load(options: LoadOptions) -> int:
     if interrupted:
         return _EXIT_INTERRUPTED
     return 0 if summary.total.whole else _EXIT_FAILED
+
+
+def _classes(options: LoadOptions, trace: Sequence[TraceRequest]) -> list[WorkClass]:
+    classes = [parse_work(text) for text in options.work]
+    if len({work.name for work in classes}) < len(classes):
+        raise WorkError("two classes of requests have the same name")
+    if bool(classes) == bool(options.trace):
+        raise WorkError("give classes of requests with --work, or a trace with --trace, and not both")
+    if not options.trace:
+        return classes
+    if not trace:
+        raise WorkError(f"nothing is left of the trace {options.trace}: keep more of it")
+    span_s = max(trace[-1].at_s, 1e-9)
+    prompt = sum(request.prompt_tokens for request in trace) // len(trace)
+    output = sum(request.output_tokens for request in trace) // len(trace)
+    return [WorkClass(TRACE_CLASS, len(trace) / span_s, prompt, output, options.ttft_s, options.itl_s)]
 
 
 def _write(lines: RawIOBase | None, record: Record) -> None:

@@ -22,12 +22,7 @@ class Load:
         self.num_sent = 0
         self._target = target
         self._sessions = sessions
-        self._first = {session.number: prompts.first(session) for session in sessions}
-        self._more = {
-            (session.number, turn): prompts.next(session, turn)
-            for session in sessions
-            for turn in range(1, session.work.turns)
-        }
+        self._added = {session.number: [prompts.of(turn) for turn in session.turns] for session in sessions}
         self._on_done = on_done
         self._class_header = class_header
         self._started_s = 0.0
@@ -48,16 +43,17 @@ class Load:
 
     async def _talk(self, http: aiohttp.ClientSession, session: Session) -> None:
         """All turns of a session; the first that fails is the last."""
-        work = session.work
-        prompt = self._first[session.number]
+        prompt: list[int] = []
         planned_s = session.start_s
-        headers = {self._class_header: work.name} if self._class_header else {}
-        for turn in range(work.turns):
-            if turn:
-                await asyncio.sleep(work.think_s)
+        headers = {self._class_header: session.work} if self._class_header else {}
+        for number, turn in enumerate(session.turns):
+            if number:
+                await asyncio.sleep(session.think_s)
                 planned_s = self.elapsed_s
-                prompt = [*prompt, *self._more[session.number, turn]]
-            record = Record(work.name, session.number, turn, len(prompt), work.output_tokens, planned_s, self.elapsed_s)
+            prompt = [*prompt, *self._added[session.number][number]]
+            record = Record(
+                session.work, session.number, number, len(prompt), turn.output_tokens, planned_s, self.elapsed_s
+            )
             self.num_sent += 1
             try:
                 reply = await complete(http, self._target, prompt, record, headers)

@@ -6,10 +6,29 @@ from dataclasses import dataclass
 
 from lab.load.arrivals import Process, arrival_times
 from lab.load.work import WorkClass
+from lab.traces.trace import TraceRequest
 
+# Seeds of articles: sessions, what classes share, and blocks of traces have ranges of their own.
+_TURNS_PER_SESSION = 997
 _SESSIONS_PER_SEED = 10**6
-_SHARED_SEED = 10**12
-"""Articles with seeds from here on are shared by the sessions of a class; no session has one of its own there."""
+_SHARED_SEED = 10**13
+_TRACE_SEED = 10**14
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The first so many tokens of an article."""
+
+    seed: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a client adds to what was said before, and how long the reply is."""
+
+    pieces: tuple[Piece, ...]
+    output_tokens: int
 
 
 @dataclass(frozen=True)
@@ -18,12 +37,13 @@ class Session:
 
     start_s: float
     """From the start of the load."""
-    work: WorkClass
+    work: str
+    """Name of its class."""
     number: int
     """Counted over all classes, in order of arrival."""
-    seed: int
-    """Of the text that is this session's own."""
-    shared_seed: int
+    turns: tuple[Turn, ...]
+    think_s: float = 0.0
+    """From the end of a reply to the next request."""
 
 
 def plan_sessions(
@@ -34,13 +54,31 @@ def plan_sessions(
     for index, work in enumerate(classes):
         rng = random.Random(f"{seed}/{work.name}")
         starts += [(at_s, index) for at_s in arrival_times(process, work.rate_per_s, seconds, rng, cv)]
-    return [
-        Session(
-            at_s,
-            classes[index],
-            number,
-            seed * _SESSIONS_PER_SEED + number,
-            _SHARED_SEED + seed * _SESSIONS_PER_SEED + index,
-        )
-        for number, (at_s, index) in enumerate(sorted(starts))
-    ]
+    sessions = []
+    for number, (at_s, index) in enumerate(sorted(starts)):
+        work = classes[index]
+        own = (seed * _SESSIONS_PER_SEED + number) * _TURNS_PER_SESSION
+        new_tokens = work.prompt_tokens - work.shared_tokens
+        shared = Piece(_SHARED_SEED + seed * _SESSIONS_PER_SEED + index, work.shared_tokens)
+        turns = [Turn((Piece(own + turn, new_tokens),), work.output_tokens) for turn in range(work.turns)]
+        if work.shared_tokens:
+            turns[0] = Turn((shared, *turns[0].pieces), work.output_tokens)
+        sessions.append(Session(at_s, work.name, number, tuple(turns), work.think_s))
+    return sessions
+
+
+def replay(trace: Sequence[TraceRequest], work: str, seed: int) -> list[Session]:
+    """A session per request. Blocks with equal ids get equal text, so that a prefix cache finds what it found then."""
+    sessions = []
+    for number, request in enumerate(trace):
+        own = (seed * _SESSIONS_PER_SEED + number) * _TURNS_PER_SESSION
+        pieces, left = [], request.prompt_tokens
+        for block_id in request.block_ids:
+            if left <= 0:
+                break
+            pieces.append(Piece(_TRACE_SEED + block_id, min(left, request.block_tokens)))
+            left -= request.block_tokens
+        if left > 0:
+            pieces.append(Piece(own, left))
+        sessions.append(Session(request.at_s, work, number, (Turn(tuple(pieces), request.output_tokens),)))
+    return sessions

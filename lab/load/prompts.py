@@ -8,12 +8,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lab.load.plan import Session
+from lab.load.plan import Turn
 from lab.load.text import prompt_of
 
 Encode = Callable[[str], Sequence[int]]
 _TOKENIZE_TIMEOUT_S = 30.0
-_SEEDS_PER_SESSION = 997
 
 
 class NoTokenizer(Exception):
@@ -33,18 +32,11 @@ class Prompts:
     """What sessions say, as token ids. Made before the load starts, because tokenizing takes time."""
 
     def __init__(self, encode: Encode) -> None:
-        self._of = lru_cache(maxsize=None)(lambda seed, num_tokens: tuple(prompt_of(encode, seed, num_tokens)))
+        self._of = lru_cache(maxsize=None)(lambda piece: tuple(prompt_of(encode, piece.seed, piece.num_tokens)))
 
-    def first(self, session: Session) -> list[int]:
-        """The prompt of the first turn."""
-        work = session.work
-        shared = self._of(session.shared_seed, work.shared_tokens) if work.shared_tokens else ()
-        return [*shared, *self._of(session.seed * _SEEDS_PER_SESSION, work.prompt_tokens - work.shared_tokens)]
-
-    def next(self, session: Session, turn: int) -> list[int]:
-        """What the client adds in a later turn, counted from 1."""
-        work = session.work
-        return list(self._of(session.seed * _SEEDS_PER_SESSION + turn, work.prompt_tokens - work.shared_tokens))
+    def of(self, turn: Turn) -> list[int]:
+        """What the client adds in a turn."""
+        return [token for piece in turn.pieces for token in self._of(piece)]
 
 
 def server_tokenizer(url: str, model: str, api_key: str) -> Encode:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from cluster.status import BlockCounts, ClassStatus, ClusterStatus, LastRequest, LinkStatus, WorkerStatus
 from cluster.terminal import commands, lab_commands
 from lab.load.command import LoadOptions
+from lab.traces.trace import Scaling
 
 STATUS = ClusterStatus(
     model="smollm2",
@@ -173,7 +174,7 @@ def test_lab_load_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append(options)
         return 1
 
-    entries = {lab_commands.LOAD_ENTRY: run_load, lab_commands.LOAD_OPTIONS: LoadOptions}
+    entries = {lab_commands.LOAD_ENTRY: run_load, lab_commands.LOAD_OPTIONS: LoadOptions, lab_commands.SCALING: Scaling}
     monkeypatch.setattr(lab_commands, "_load", entries.__getitem__)
     code, _, _ = invoke("lab", "load", "http://there", "-w", "a=1/s,2+3", "--process", "gamma", "--seed", "9")
     assert code == 1

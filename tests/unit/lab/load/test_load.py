@@ -153,3 +153,20 @@ def test_what_is_wrong_is_said_in_a_sentence(server: FakeServer) -> None:
     done = load(server, "-w", "chat=1,12+5")
     assert done.returncode == 2
     assert "the form is" in done.stderr
+
+
+def test_a_trace_is_replayed_with_what_its_prompts_share(server: FakeServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 40 * i, "input_length": 600, "output_length": 3, "hash_ids": [0, i + 1]} for i in range(4)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = load(server, "--trace", str(trace), "--lengths", "0.1", "--ttft", "2", "--itl", "1")
+    assert done.returncode == 0, done.stderr
+    assert "100.0 %" in done.stdout
+    prompts = [body["prompt"] for body in server.bodies]
+    assert [len(prompt) for prompt in prompts] == [60] * 4
+    assert len({tuple(prompt[:51]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) > 1
+
+
+def test_work_and_trace_are_not_both_given(server: FakeServer) -> None:
+    assert "not both" in load(server).stderr
