@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, f
 
 Role = Literal["prefill", "decode"]
 LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]
+ChunkOrder = Literal["deadline", "arrival"]
 
 # vLLM's own defaults do not matter here: every value is passed explicitly or not at all.
 EngineOptions = dict[str, Any]
@@ -21,7 +22,7 @@ OWNED_ENGINE_OPTIONS: dict[str, str] = {
     "tensor_parallel_size": "Set `pools.prefill.tensor_parallel` or `pools.decode.tensor_parallel` instead",
     "data_parallel_size": "Set `pools.prefill.replicas` or `pools.decode.replicas` instead",
     "kv_transfer_config": "Remove it: twinpool sets the connector itself, from `transfer`",
-    "scheduler_cls": "Remove it: the worker's role decides the scheduler",
+    "scheduler_cls": "Remove it: twinpool has its own; see `scheduling.chunk_order`",
     "pipeline_parallel_size": "Remove it: use tensor_parallel, workers with pipeline stages are not supported yet",
 }
 
@@ -127,6 +128,10 @@ class SchedulingConfig(ConfigNode):
     reserve: Literal["at_prefill_start", "at_prefill_end"] = Field(
         default="at_prefill_start", description="When the decode worker reserves the blocks of a request."
     )
+    chunk_order: ChunkOrder = Field(
+        default="deadline",
+        description="Whose chunk an engine computes next: the most urgent prompt's, or vLLM's own order.",
+    )
     queue_timeout_s: float = Field(default=30.0, gt=0, description="A request not placed by then is answered 504.")
 
 
@@ -176,7 +181,10 @@ class SloConfig(ConfigNode):
 
     ttft_s: float = Field(default=3.0, gt=0, description="Time to first token.")
     itl_s: float = Field(
-        default=0.1, gt=0, description="Time between tokens; one of a hundred gaps of a request may be longer."
+        default=0.1,
+        gt=0,
+        description="Time between tokens; one of a hundred gaps of a request may be longer. Also bounds the prompt "
+        "tokens that a decode worker computes beside others' decodes.",
     )
     on_overload: OverloadPolicy = Field(
         default="queue", description="If the first token cannot come in time: wait, go behind all others, or 503."

@@ -97,6 +97,8 @@ def worker_command(
         model=model,
         engine=dict(plan.engine),
         transfer=config.transfer,
+        chunk_order=config.scheduling.chunk_order,
+        itl_s=config.slo.itl_s,
         liveness=config.liveness,
         start_timeout_s=config.start_timeout_s,
         # The host ends its engine within this, and is itself gone before the launcher loses patience.

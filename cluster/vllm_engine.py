@@ -2,7 +2,8 @@
 
 Internals of vLLM 0.32 this relies on: `AsyncEngineArgs.create_engine_config`,
 `EngineCoreClient.make_async_mp_client`, `AsyncMPClient.{add_request_async, abort_requests_async,
-get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `EngineCoreRequest/Outputs`.
+get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `EngineCoreRequest/Outputs`, and that
+`SchedulerConfig.scheduler_cls` is read when the engine core starts.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ CONNECTOR_MODULE = "kvtransfer.vllm_connector"
 # freed blocks wait for the step in flight (as loads need), and a request that is preempted with a token on its way
 # computes that token again (as hand-overs need).
 KV_ROLE = "kv_both"
+SCHEDULER = "prefill.vllm_chunk_scheduler.ChunkScheduler"
+ASYNC_SCHEDULER = "prefill.vllm_chunk_scheduler.AsyncChunkScheduler"
 
 
 class EngineLost(Exception):
@@ -37,7 +40,7 @@ class RequestUnreadable(Exception):
 
 
 def engine_config(model: str, options: dict[str, Any], connector_settings: dict[str, Any]) -> VllmConfig:
-    """vLLM's configuration of an engine whose KV goes through the twinpool connector.
+    """vLLM's configuration of an engine whose KV goes through the twinpool connector, with our order of chunks.
 
     `options` are keyword arguments of AsyncEngineArgs. Raises what vLLM raises for values it refuses.
     """
@@ -49,7 +52,12 @@ def engine_config(model: str, options: dict[str, Any], connector_settings: dict[
         kv_connector_extra_config=connector_settings,
     )
     args = AsyncEngineArgs(model=model, kv_transfer_config=transfer, **options)
-    return args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    scheduler = config.scheduler_config
+    if scheduler.scheduler_cls is None:
+        # vLLM decides in the line above whether it schedules asynchronously, and takes a class of ours as it is.
+        scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    return config
 
 
 class Engine:

@@ -181,6 +181,8 @@ class WorkerHost:
             "worker_id": self._settings.worker_id,
             "bind": self._settings.rank_bind,
             "report_to": self._settings.report_address,
+            "chunk_order": self._settings.chunk_order,
+            "itl_s": self._settings.itl_s,
             **self._settings.transfer.model_dump(exclude={"bind_host"}),
         }
 

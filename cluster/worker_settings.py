@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.config import LivenessConfig, Role, TransferConfig
+from cluster.config import ChunkOrder, LivenessConfig, Role, TransferConfig
 
 
 class WorkerSettingsError(Exception):
@@ -34,6 +34,10 @@ class WorkerSettings(BaseModel):
         "`tensor_parallel_size` is in here."
     )
     transfer: TransferConfig = Field(description="Links, leases, chunk sizes.")
+    chunk_order: ChunkOrder = Field(default="deadline", description="Whose chunk the engine computes next.")
+    itl_s: float = Field(
+        default=0.1, gt=0, description="Steps with decodes in them hold as many prompt tokens as fit into this time."
+    )
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
     start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
     stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")

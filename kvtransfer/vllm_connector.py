@@ -194,6 +194,10 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._side().num_tokens_to_load(request, num_computed_tokens)
 
+    def awaits_blocks(self, request_id: str) -> bool:
+        """For our own scheduler; vLLM does not call it."""
+        return self._side().awaits_blocks(request_id)
+
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         (block_ids,) = blocks.get_block_ids()
         self._side().blocks_allocated(request, block_ids, num_external_tokens)

@@ -143,6 +143,11 @@ class SchedulerSide:
             return 0, False
         return num_missing, True
 
+    def awaits_blocks(self, request_id: str) -> bool:
+        """Its prompt comes from an exporter, so until the import ends it needs blocks and no computation."""
+        imported = self._imports.get(request_id)
+        return imported is not None and not imported.closed
+
     def blocks_allocated(self, request: "Request", block_ids: list[int], num_external_tokens: int) -> None:
         """The scheduler parked the request on `block_ids`, its whole block table so far, in token order."""
         imported = self._imports.get(request.request_id)

@@ -47,6 +47,7 @@ from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip
+from proxy.legs.urgency import Urgency, urgency_of
 from proxy.legs.vllm_leg_outputs import (
     BadOutputs,
     OutputDecoder,
@@ -180,7 +181,7 @@ class Dispatcher:
         if not request.resumable:
             # The last chunk: the next finish is the end of the request.
             trip.flight = replace(trip.flight, open_ended=False)
-        frames = self._requests.local(request, engine_request_id)
+        frames = self._requests.local(request, engine_request_id, _urgency(trip))
         self._send(trip.flight.decode, messages.Submit(engine_request_id), frames)
 
     # ------------------------------------------------------------------------------------------- from workers
@@ -355,7 +356,8 @@ class Dispatcher:
                 self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
                 _note(trip, "local_submitted")
                 engine_request_id = self._open_leg(trip, "local", worker_id)
-                frames = self._requests.local(trip.request, engine_request_id, trip.scores is not None)
+                scores_known = trip.scores is not None
+                frames = self._requests.local(trip.request, engine_request_id, _urgency(trip), scores_known)
                 self._send(worker_id, messages.Submit(engine_request_id), frames)
             case SendFirstToken(worker_id, token):
                 self._send(worker_id, messages.FirstToken(trip.transfer_id, token))
@@ -387,7 +389,8 @@ class Dispatcher:
         self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
         _note(trip, "prefill_submitted")
         engine_request_id = self._open_leg(trip, "prefill", worker_id)
-        frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode)
+        first_token = trip.shape.first_token_mode
+        frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
     def _submit_decode(self, trip: Trip, worker_id: str) -> None:
@@ -395,7 +398,7 @@ class Dispatcher:
         exporter = Exporter(trip.flight.prefill, self._pool.roster.workers[trip.flight.prefill].hello.ranks)
         engine_request_id = self._open_leg(trip, "decode", worker_id)
         frames = self._requests.decode(
-            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter
+            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter, _urgency(trip)
         )
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
@@ -458,6 +461,11 @@ class Dispatcher:
 
 def _note(trip: Trip, event: LifetimeEvent) -> None:
     trip.lifetime.note(event, time.monotonic())
+
+
+def _urgency(trip: Trip) -> Urgency:
+    now_s = time.monotonic()
+    return urgency_of(trip.shape.standing, trip.lifetime.last("arrived") or now_s, now_s)
 
 
 def _expected_tokens(trip: Trip) -> int:

@@ -1,8 +1,9 @@
-"""Refuses `kv_transfer_params` of clients before vLLM looks at the request.
+"""Refuses the proxy's own fields when clients set them, before vLLM looks at the request.
 
-They say which memory of which worker is read, so only the proxy may set them. vLLM takes them from three places in a
-body, starts streams before it validates them, and fails with a 500 where they are no object; so they are refused
-here. `legs.vllm_leg_requests.describe` is the second line: it sees what no spelling can hide.
+`kv_transfer_params` say which memory of which worker is read, `twinpool` how urgent a request is to an engine, so only
+the proxy may set them. vLLM takes them from several places in a body, starts streams before it validates them, and
+fails with a 500 where transfer parameters are no object; so they are refused here.
+`legs.vllm_leg_requests.describe` is the second line: it sees what no spelling can hide.
 """
 
 import json
@@ -12,11 +13,7 @@ from typing import Any
 from proxy.frontend.error_reply import send_error
 from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
-FIELD = "kv_transfer_params"
-REFUSAL = (
-    f"{FIELD} are set by the proxy for its own hand-overs and are not accepted from clients; remove the field from "
-    f"the request (parameter={FIELD})"
-)
+FIELDS = ("kv_transfer_params", "twinpool")
 
 
 class TransferParamsGuard:
@@ -30,25 +27,30 @@ class TransferParamsGuard:
             await self._app(scope, receive, send)
             return
         messages = await whole_body(receive)
-        if carries_transfer_params(b"".join(message.get("body", b"") for message in messages)):
-            await send_error(scope, send, 400, REFUSAL, FIELD)
+        field = field_of_ours(b"".join(message.get("body", b"") for message in messages))
+        if field is not None:
+            refusal = (
+                f"{field} is set by the proxy for its own legs and is not accepted from clients; remove the field "
+                f"from the request (parameter={field})"
+            )
+            await send_error(scope, send, 400, refusal, field)
             return
         await self._app(scope, replaying(messages, receive), send)
 
 
-def carries_transfer_params(body: bytes) -> bool:
-    """Whether a request body sets the field anywhere vLLM would read it. A text that mentions it is no such body."""
-    if FIELD.encode() not in body:
-        return False
+def field_of_ours(body: bytes) -> str | None:
+    """The first of `FIELDS` that a body sets anywhere vLLM would read it. A text that mentions it is no such body."""
+    if not any(field.encode() in body for field in FIELDS):
+        return None
     try:
         request = json.loads(body)
     except ValueError:
-        return False  # vLLM answers what it answers to bad JSON
+        return None  # vLLM answers what it answers to bad JSON
     if not isinstance(request, Mapping):
-        return False
+        return None
     sampling_params = _part(request, "sampling_params")
     places = (request, _part(request, "vllm_xargs"), sampling_params, _part(sampling_params, "extra_args"))
-    return any(place.get(FIELD) is not None for place in places)
+    return next((field for field in FIELDS if any(place.get(field) is not None for place in places)), None)
 
 
 def _part(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -15,9 +15,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from cluster.messages import RankAddress
+from proxy.legs.urgency import KEY, Urgency
 from proxy.scheduling.first_token import decide_first_token
 from proxy.scheduling.view import RequestShape
 
+FIELD = "kv_transfer_params"
 PLACEHOLDER_TOKEN = 0
 """Stands in the decode worker's prompt until its connector knows token 1."""
 
@@ -25,16 +27,17 @@ Frames = Sequence[Any]
 
 
 class ClientTransferParams(Exception):
-    """A client tried to steer a hand-over itself."""
+    """A client tried to steer a hand-over, or an engine's order, itself."""
 
 
 def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = False) -> RequestShape:
     """The shape of a client's request. Raises `ClientTransferParams`."""
     params = request.sampling_params
     extra_args = params.extra_args if params is not None else getattr(request.pooling_params, "extra_kwargs", None)
-    if extra_args and "kv_transfer_params" in extra_args:
+    ours = [name for name in (FIELD, KEY) if extra_args and name in extra_args]
+    if ours:
         raise ClientTransferParams(
-            "kv_transfer_params are set by the proxy for its own hand-overs and are not accepted from clients; "
+            f"{ours[0]} is set by the proxy for its own legs and is not accepted from clients; "
             "remove the field from the request"
         )
     num_prompt_tokens = len(request.prompt_token_ids or ())
@@ -79,17 +82,26 @@ class LegRequests:
     def __init__(self) -> None:
         self._encoder = MsgpackEncoder()
 
-    def prefill(self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool) -> Frames:
+    def prefill(
+        self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool, urgency: Urgency
+    ) -> Frames:
         """The leg that computes the prompt and samples one token; in exact mode that token is dropped."""
         params = _own_params(client)
         leg = copy(params) if first_token else _prompt_only_params(params)
         leg.n = 1
         leg.max_tokens = 1
-        _set_transfer(leg, {"mode": "export", "transfer_id": transfer_id, "decode_wants_first_token": first_token})
+        transfer = {"mode": "export", "transfer_id": transfer_id, "decode_wants_first_token": first_token}
+        _add_extra_args(leg, {FIELD: transfer, **urgency.extra_args()})
         return self._encode(client, engine_request_id, leg)
 
     def decode(
-        self, client: EngineCoreRequest, engine_request_id: str, transfer_id: str, first_token: bool, exporter: Exporter
+        self,
+        client: EngineCoreRequest,
+        engine_request_id: str,
+        transfer_id: str,
+        first_token: bool,
+        exporter: Exporter,
+        urgency: Urgency,
     ) -> Frames:
         """The leg that fetches the prompt's blocks and generates the rest."""
         leg = _without_prompt_scores(_own_params(client))
@@ -101,7 +113,7 @@ class LegRequests:
             "first_token": first_token,
             "exporter": {"worker_id": exporter.worker_id, "ranks": ranks},
         }
-        _set_transfer(leg, transfer)
+        _add_extra_args(leg, {FIELD: transfer, **urgency.extra_args()})
         if not first_token:
             return self._encode(client, engine_request_id, leg)
         if leg.max_tokens is not None:
@@ -109,12 +121,16 @@ class LegRequests:
         prompt = [*(client.prompt_token_ids or ()), PLACEHOLDER_TOKEN]
         return self._encode(client, engine_request_id, leg, prompt)
 
-    def local(self, client: EngineCoreRequest, engine_request_id: str, prompt_scores_known: bool = False) -> Frames:
+    def local(
+        self, client: EngineCoreRequest, engine_request_id: str, urgency: Urgency, prompt_scores_known: bool = False
+    ) -> Frames:
         """The leg that does everything. A sibling's prompt scores need not be computed again."""
         params = client.sampling_params
-        if params is not None and prompt_scores_known:
-            params = _without_prompt_scores(params)
-        return self._encode(client, engine_request_id, params)
+        if params is None:
+            return self._encode(client, engine_request_id, params)
+        leg = _without_prompt_scores(params) if prompt_scores_known else copy(params)
+        _add_extra_args(leg, urgency.extra_args())
+        return self._encode(client, engine_request_id, leg)
 
     def _encode(
         self,
@@ -163,5 +179,5 @@ def _without_prompt_scores(params: SamplingParams) -> SamplingParams:
     return leg
 
 
-def _set_transfer(params: SamplingParams, transfer: Mapping[str, Any]) -> None:
-    params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": dict(transfer)}
+def _add_extra_args(leg: SamplingParams, ours: Mapping[str, Any]) -> None:
+    leg.extra_args = {**(leg.extra_args or {}), **ours}

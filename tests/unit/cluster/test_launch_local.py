@@ -163,13 +163,15 @@ def test_the_runtime_directory_is_private_and_short_enough_for_sockets(
 
 
 def test_a_worker_is_told_its_part_of_the_configuration(tmp_path: Path) -> None:
-    config = load_config(None, ["transfer.links=[zmq]", "engine.max_num_seqs=7", "pools.decode.env.X=1"])
+    overrides = ["transfer.links=[zmq]", "engine.max_num_seqs=7", "pools.decode.env.X=1"]
+    config = load_config(None, [*overrides, "scheduling.chunk_order=arrival", "slo.itl_s=0.3"])
     plan = plan_workers(config, Machine(cores=(0, 1)))[1]
     command = worker_command(plan, config, "/models/m", tmp_path, {"PATH": "/bin", "X": "0"})
     assert command.argv[:3] == (sys.executable, "-m", "decode.worker")
     settings = read_worker_settings(Path(command.argv[3]))
     assert (settings.worker_id, settings.model) == ("decode-0", "/models/m")
     assert settings.transfer.links == ["zmq"]
+    assert (settings.chunk_order, settings.itl_s) == ("arrival", 0.3)
     assert settings.engine["max_num_seqs"] == 7
     assert (command.env["PATH"], command.env["X"]) == ("/bin", "1")
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "1"

@@ -93,7 +93,7 @@ async def test_one_token_comes_from_the_prefill_worker_alone(tmp_path: Path) -> 
         answer = await cluster.run(max_tokens=1, prompt_logprobs=0, presence_penalty=0.1)
         assert answer.tokens[0] == generate(PROMPT, 1)
         assert answer.finish_reasons == {0: "length"}
-        assert cluster["prefill-0"].submitted[0].sampling_params.extra_args is None
+        assert cluster["prefill-0"].submitted[0].sampling_params.extra_args.keys() == {"twinpool"}
         assert cluster["decode-0"].submitted == []
         cluster.assert_idle()
 
@@ -159,7 +159,7 @@ async def test_of_three_siblings_one_is_handed_over_and_the_others_follow(tmp_pa
         assert len(used) == 1, "siblings decode where the prompt is"
         followers = cluster[used[0]].submitted[1:]
         assert len(followers) == 2
-        assert all(f.sampling_params.extra_args is None for f in followers)
+        assert all(f.sampling_params.extra_args.keys() == {"twinpool"} for f in followers)
         assert all(f.sampling_params.prompt_logprobs is None for f in followers), "computed once, by the prefill"
         if "prompt_logprobs" in values:
             scores = answer.outputs[-1].prompt_logprobs

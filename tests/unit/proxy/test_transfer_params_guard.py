@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.frontend.status_line import Message
-from proxy.frontend.transfer_params_guard import TransferParamsGuard, carries_transfer_params
+from proxy.frontend.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
 
 PARAMS = {"mode": "import"}
 
@@ -19,10 +19,12 @@ PARAMS = {"mode": "import"}
         {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "text"}},
         {"token_ids": [1], "sampling_params": {"kv_transfer_params": PARAMS}},
         {"token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": PARAMS}}},
+        {"prompt": "x", "vllm_xargs": {"twinpool": {"priority": -9}}},
+        {"token_ids": [1], "sampling_params": {"extra_args": {"twinpool": {"ttft_left_s": 0}}}},
     ],
 )
 def test_the_field_is_found_wherever_vllm_reads_it(body: dict[str, Any]) -> None:
-    assert carries_transfer_params(json.dumps(body).encode())
+    assert field_of_ours(json.dumps(body).encode()) == next(f for f in FIELDS if f in json.dumps(body))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_the_field_is_found_wherever_vllm_reads_it(body: dict[str, Any]) -> None
     ],
 )
 def test_other_bodies_pass(body: bytes) -> None:
-    assert not carries_transfer_params(body)
+    assert field_of_ours(body) is None
 
 
 async def through(

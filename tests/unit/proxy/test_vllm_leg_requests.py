@@ -11,10 +11,16 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from cluster.messages import RankAddress
+from prefill.urgency import read_urgency
+from proxy.legs.urgency import Urgency, urgency_of
 from proxy.legs.vllm_leg_requests import ClientTransferParams, Exporter, LegRequests, describe
+from proxy.scheduling.slo import SloClass, Standing
 
 PROMPT = [5, 6, 7, 8]
 EXPORTER = Exporter("prefill-0", [RankAddress(0, "ipc://a", "life"), RankAddress(1, "ipc://b", "life")])
+
+
+URGENCY = Urgency(ttft_left_s=-0.5, priority=2, itl_s=0.2)
 
 
 def client(pooling: PoolingParams | None = None, **values: Any) -> EngineCoreRequest:
@@ -66,9 +72,9 @@ def test_every_leg_is_valid_where_it_arrives_and_the_clients_request_is_unchange
     before = [bytes(frame) for frame in MsgpackEncoder().encode(request)]
     shape = describe(request)
     legs = LegRequests()
-    prefill = decoded(legs.prefill(request, "leg-p", "t", shape.first_token_mode))
-    decode = decoded(legs.decode(request, "leg-d", "t", shape.first_token_mode, EXPORTER))
-    local = decoded(legs.local(request, "leg-l"))
+    prefill = decoded(legs.prefill(request, "leg-p", "t", shape.first_token_mode, URGENCY))
+    decode = decoded(legs.decode(request, "leg-d", "t", shape.first_token_mode, EXPORTER, URGENCY))
+    local = decoded(legs.local(request, "leg-l", URGENCY))
     assert [leg.request_id for leg in (prefill, decode, local)] == ["leg-p", "leg-d", "leg-l"]
     assert prefill.prompt_token_ids == local.prompt_token_ids == PROMPT
     assert all(leg.cache_salt == "salt" and leg.priority == 3 for leg in (prefill, decode, local))
@@ -78,7 +84,7 @@ def test_every_leg_is_valid_where_it_arrives_and_the_clients_request_is_unchange
 
 
 def test_in_first_token_mode_the_decode_leg_has_a_placeholder_and_one_token_less() -> None:
-    leg = decoded(LegRequests().decode(client(), "leg", "t", True, EXPORTER))
+    leg = decoded(LegRequests().decode(client(), "leg", "t", True, EXPORTER, URGENCY))
     assert leg.prompt_token_ids == [*PROMPT, 0]
     assert leg.sampling_params is not None
     assert leg.sampling_params.max_tokens == 7
@@ -98,7 +104,7 @@ def test_in_first_token_mode_the_decode_leg_has_a_placeholder_and_one_token_less
 
 def test_in_first_token_mode_the_prefill_leg_samples_as_the_client_asked() -> None:
     request = client(temperature=0.5, top_p=0.9, logprobs=3, stop_token_ids=[9], ignore_eos=True, logit_bias={1: 2.0})
-    params = decoded(LegRequests().prefill(request, "leg", "t", True)).sampling_params
+    params = decoded(LegRequests().prefill(request, "leg", "t", True, URGENCY)).sampling_params
     assert params is not None
     assert (params.temperature, params.top_p, params.logprobs, params.stop_token_ids) == (0.5, 0.9, 3, [9])
     assert params.ignore_eos
@@ -107,7 +113,7 @@ def test_in_first_token_mode_the_prefill_leg_samples_as_the_client_asked() -> No
 
 def test_in_exact_mode_the_prefill_leg_only_computes_the_prompt() -> None:
     request = client(presence_penalty=1.0, seed=3, min_tokens=5, prompt_logprobs=2, logprobs=4)
-    leg = decoded(LegRequests().prefill(request, "leg", "t", False))
+    leg = decoded(LegRequests().prefill(request, "leg", "t", False, URGENCY))
     params = leg.sampling_params
     assert params is not None
     assert (params.presence_penalty, params.seed, params.min_tokens, params.logprobs) == (0.0, None, 0, None)
@@ -118,9 +124,9 @@ def test_in_exact_mode_the_prefill_leg_only_computes_the_prompt() -> None:
 
 def test_prompt_scores_stay_on_the_prefill_leg() -> None:
     request = client(prompt_logprobs=2)
-    decode = decoded(LegRequests().decode(request, "leg", "t", True, EXPORTER)).sampling_params
-    follower = decoded(LegRequests().local(request, "leg", prompt_scores_known=True)).sampling_params
-    alone = decoded(LegRequests().local(request, "leg")).sampling_params
+    decode = decoded(LegRequests().decode(request, "leg", "t", True, EXPORTER, URGENCY)).sampling_params
+    follower = decoded(LegRequests().local(request, "leg", URGENCY, prompt_scores_known=True)).sampling_params
+    alone = decoded(LegRequests().local(request, "leg", URGENCY)).sampling_params
     assert decode is not None
     assert follower is not None
     assert alone is not None
@@ -133,7 +139,7 @@ def test_prompt_scores_stay_on_the_prefill_leg() -> None:
 
 def test_other_extra_arguments_reach_both_legs() -> None:
     request = client(extra_args={"plugin": 1})
-    leg = decoded(LegRequests().decode(request, "leg", "t", False, EXPORTER))
+    leg = decoded(LegRequests().decode(request, "leg", "t", False, EXPORTER, URGENCY))
     assert leg.sampling_params is not None
     assert leg.sampling_params.extra_args is not None
     assert leg.sampling_params.extra_args["plugin"] == 1
@@ -141,9 +147,28 @@ def test_other_extra_arguments_reach_both_legs() -> None:
     assert request.sampling_params.extra_args == {"plugin": 1}
 
 
-def test_a_client_cannot_steer_a_handover() -> None:
-    with pytest.raises(ClientTransferParams, match="not accepted from clients"):
-        describe(client(extra_args={"kv_transfer_params": {"mode": "import"}}))
+def test_every_leg_tells_its_engine_how_urgent_it_is() -> None:
+    request, legs = client(), LegRequests()
+    prefill = decoded(legs.prefill(request, "leg", "t", True, URGENCY))
+    decode = decoded(legs.decode(request, "leg", "t", True, EXPORTER, URGENCY))
+    local = decoded(legs.local(request, "leg", URGENCY))
+    for leg in (prefill, decode, local):
+        assert leg.sampling_params is not None
+        heard = read_urgency(leg.sampling_params.extra_args, arrival_s=100.0, priority=9)
+        assert (heard.deadline_s, heard.priority, heard.itl_s) == (99.5, 2, 0.2)
+    assert request.sampling_params is not None
+    assert request.sampling_params.extra_args is None
+
+
+def test_a_deadline_counts_from_the_arrival_at_the_proxy() -> None:
+    standing = Standing(SloClass(ttft_s=3.0, itl_s=0.1), priority=1)
+    assert urgency_of(standing, arrived_s=10.0, now_s=14.5) == Urgency(-1.5, 1, 0.1)
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "twinpool"])
+def test_a_client_cannot_steer_a_handover_or_an_engine(field: str) -> None:
+    with pytest.raises(ClientTransferParams, match=f"{field} is set by the proxy"):
+        describe(client(extra_args={field: {"mode": "import"}}))
 
 
 def test_what_cannot_be_handed_over_says_why() -> None:
