@@ -22,6 +22,7 @@ OWNED_ENGINE_OPTIONS: dict[str, str] = {
     "tensor_parallel_size": "Set `pools.prefill.tensor_parallel` or `pools.decode.tensor_parallel` instead",
     "data_parallel_size": "Set `pools.prefill.replicas` or `pools.decode.replicas` instead",
     "kv_transfer_config": "Remove it: twinpool sets the connector itself, from `transfer`",
+    "kv_events_config": "Remove it: workers read their engine's events themselves; see scheduling.prefix_events",
     "scheduler_cls": "Remove it: twinpool has its own; see `scheduling.chunk_order`",
     "pipeline_parallel_size": "Remove it: use tensor_parallel, workers with pipeline stages are not supported yet",
 }
@@ -133,6 +134,9 @@ class SchedulingConfig(ConfigNode):
         description="Whose chunk an engine computes next: the most urgent prompt's, or vLLM's own order.",
     )
     queue_timeout_s: float = Field(default=30.0, gt=0, description="A request not placed by then is answered 504.")
+    prefix_events: bool = Field(
+        default=True, description="Workers tell the proxy which prompts' blocks their prefix caches hold."
+    )
 
 
 class ServerConfig(ConfigNode):

@@ -5,11 +5,18 @@ MessagePack struct from below. `Submit` and `Outputs` are followed by the frames
 made of an `EngineCoreRequest` or an `EngineCoreOutputs` (tensors as frames of their own, never pickle).
 """
 
+from typing import Annotated
+
 import msgspec
 
 from kvtransfer.wire import Count, Seconds, Size
 
 PROTOCOL_VERSION = 3
+
+MAX_BLOCKS_PER_MESSAGE = 1 << 15
+
+BlockHashes = Annotated[list[Size], msgspec.Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+"""Of `cluster.prefix_events.block_hashes`."""
 
 LEAVE = "leave"
 """A goal of draining: the worker's process ends. The other goals are the roles."""
@@ -35,6 +42,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     tensor_parallel_size: Count
     dtype: str
     supported_tasks: list[str]
+    prefix_events: bool = False
+    """It tells what its prefix cache holds (`CacheEvents`)."""
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
@@ -110,6 +119,25 @@ class HandoverClosed(msgspec.Struct, tag="handover_closed", frozen=True):
     done_to_loaded_s: Seconds
     copy_s: Seconds
     bytes_left_at_done: Size = 0
+
+
+class CacheEvents(msgspec.Struct, tag="cache_events", frozen=True):
+    """Host to proxy: what changed in the engine's prefix cache, many times a second at most.
+
+    Everything is told after `Welcome` and `TellCachedBlocks`, in as many messages as it takes, from number 0 on.
+    """
+
+    epoch: str
+    seq: Size
+    """Counts up by one. A proxy that misses a number asks for everything."""
+    stored: BlockHashes
+    removed: BlockHashes
+    cleared: bool = False
+    """Before anything else in this message: nothing is held of what was told so far."""
+    known: bool = True
+    """False: the host missed events of its engine, so more blocks may be held."""
+    oddities: dict[str, Size] = {}
+    """What the host noticed since the last message, by kind: see `docs/architecture.md`."""
 
 
 class UtilityReply(msgspec.Struct, tag="utility_reply", frozen=True):
@@ -195,6 +223,10 @@ class NothingMore(msgspec.Struct, tag="nothing_more", frozen=True):
     """As in the host's hello."""
 
 
+class TellCachedBlocks(msgspec.Struct, tag="tell_cached_blocks", frozen=True):
+    """Proxy to host: some `CacheEvents` did not arrive; tell everything anew."""
+
+
 class Utility(msgspec.Struct, tag="utility", frozen=True):
     """Proxy to host: call a method of the engine core; only names in `ALLOWED_UTILITIES`."""
 
@@ -231,7 +263,7 @@ ALLOWED_UTILITIES = frozenset(
     }
 )
 
-FromWorker = WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | UtilityReply | Goodbye
+FromWorker = WorkerHello | WorkerLoad | Outputs | PrefillStarted | HandoverClosed | CacheEvents | UtilityReply | Goodbye
 ToWorker = (
     Welcome
     | Rejected
@@ -243,6 +275,7 @@ ToWorker = (
     | MeetExporters
     | Drain
     | NothingMore
+    | TellCachedBlocks
     | Utility
     | ProxyBeat
     | Shutdown

@@ -38,6 +38,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     heard_ago_s: float = 0.0
     peers: dict[str, str] = {}
     """Per peer address: the link in use and why, or the reason of a refusal."""
+    prefix_events: str = ""
+    """What its prefix cache holds is `known`, `unknown` (events are missing), or not told (`off`)."""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

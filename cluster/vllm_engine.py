@@ -3,14 +3,15 @@
 Internals of vLLM 0.32 this relies on: `AsyncEngineArgs.create_engine_config`,
 `EngineCoreClient.make_async_mp_client`, `AsyncMPClient.{add_request_async, abort_requests_async,
 get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `EngineCoreRequest/Outputs`, and that
-`SchedulerConfig.scheduler_cls` is read when the engine core starts.
+`SchedulerConfig.scheduler_cls` is read when the engine core starts;
+`KVEventsConfig`, `Request.kv_cache_report_mode` from `sampling_params.extra_args`.
 """
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -29,6 +30,8 @@ CONNECTOR_MODULE = "kvtransfer.vllm_connector"
 KV_ROLE = "kv_both"
 SCHEDULER = "prefill.vllm_chunk_scheduler.ChunkScheduler"
 ASYNC_SCHEDULER = "prefill.vllm_chunk_scheduler.AsyncChunkScheduler"
+EVENT_BATCHES_KEPT = 1_000
+"""For a host that missed some. A step of 8,000 prompt tokens makes a batch of 40 KB, a decode step one of 300 bytes."""
 
 
 class EngineLost(Exception):
@@ -39,7 +42,23 @@ class RequestUnreadable(Exception):
     """The frames are not an `EngineCoreRequest` of this vLLM version."""
 
 
-def engine_config(model: str, options: dict[str, Any], connector_settings: dict[str, Any]) -> VllmConfig:
+def cache_event_config(event_address: str, replay_address: str) -> KVEventsConfig:
+    """An engine that publishes what happens in its prefix cache."""
+    return KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=event_address,
+        replay_endpoint=replay_address,
+        buffer_steps=EVENT_BATCHES_KEPT,
+    )
+
+
+def engine_config(
+    model: str,
+    options: dict[str, Any],
+    connector_settings: dict[str, Any],
+    cache_events: KVEventsConfig | None = None,
+) -> VllmConfig:
     """vLLM's configuration of an engine whose KV goes through the twinpool connector, with our order of chunks.
 
     `options` are keyword arguments of AsyncEngineArgs. Raises what vLLM raises for values it refuses.
@@ -51,12 +70,15 @@ def engine_config(model: str, options: dict[str, Any], connector_settings: dict[
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=connector_settings,
     )
-    args = AsyncEngineArgs(model=model, kv_transfer_config=transfer, **options)
+    args = AsyncEngineArgs(model=model, kv_transfer_config=transfer, kv_events_config=cache_events, **options)
     config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls is None:
         # vLLM decides in the line above whether it schedules asynchronously, and takes a class of ours as it is.
         scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    if not config.cache_config.enable_prefix_caching:
+        # The operator or the model decided so; there will be no events.
+        config.kv_events_config = None
     return config
 
 
@@ -91,6 +113,7 @@ class Engine:
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
             dtype=str(config.model_config.dtype),
             supported_tasks=self._supported_tasks,
+            prefix_events=config.kv_events_config is not None,
         )
 
     def read_request(self, frames: Sequence[bytes]) -> EngineCoreRequest:
@@ -98,6 +121,9 @@ class Engine:
             request: EngineCoreRequest = self._decoder.decode(frames)
         except Exception as error:  # the decoder raises whatever the content provokes
             raise RequestUnreadable(f"not a request of this vLLM version: {type(error).__name__}: {error}") from error
+        if request.sampling_params is not None and request.sampling_params.extra_args:
+            # It would make the engine report blocks as stored that were stored before, and copies are counted.
+            request.sampling_params.extra_args.pop("kv_cache_report_mode", None)
         return request
 
     async def submit(self, request: EngineCoreRequest) -> None:

@@ -40,6 +40,7 @@ class WorkerSettings(BaseModel):
     )
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
     start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
+    prefix_events: bool = Field(default=True, description="Tell the proxy what the engine's prefix cache holds.")
     stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")
     drain_timeout_s: float = Field(default=120.0, gt=0, description="Time to finish everything after SIGTERM.")
 
@@ -54,6 +55,16 @@ class WorkerSettings(BaseModel):
     def report_address(self) -> str:
         """Where the host listens for its ranks and its scheduler (`kvtransfer.host_messages`)."""
         return f"ipc://{self.runtime_dir}/{self.worker_id}-host"
+
+    @property
+    def event_address(self) -> str:
+        """Where the engine publishes what happens in its prefix cache."""
+        return f"ipc://{self.runtime_dir}/{self.worker_id}-events"
+
+    @property
+    def replay_address(self) -> str:
+        """Where the engine is asked for events that were missed."""
+        return f"ipc://{self.runtime_dir}/{self.worker_id}-replay"
 
 
 def write_worker_settings(settings: WorkerSettings) -> Path:

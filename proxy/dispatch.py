@@ -54,6 +54,7 @@ from proxy.legs.vllm_leg_outputs import (
     add_prompt_scores,
     batch,
     client_output,
+    found_tokens,
     leg_event,
     prompt_scores,
     scheduled_ago_s,
@@ -355,6 +356,7 @@ class Dispatcher:
             case SubmitLocal(worker_id):
                 self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
                 _note(trip, "local_submitted")
+                trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
                 engine_request_id = self._open_leg(trip, "local", worker_id)
                 scores_known = trip.scores is not None
                 frames = self._requests.local(trip.request, engine_request_id, _urgency(trip), scores_known)
@@ -388,6 +390,7 @@ class Dispatcher:
         self._transfers[trip.transfer_id] = trip
         self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
         _note(trip, "prefill_submitted")
+        trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
         engine_request_id = self._open_leg(trip, "prefill", worker_id)
         first_token = trip.shape.first_token_mode
         frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
@@ -411,6 +414,8 @@ class Dispatcher:
 
     def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
         self._witness.output(trip, leg)
+        if trip.num_outputs == 1:
+            self._pool.prefixes.found(trip.expected_cached_tokens, found_tokens(leg, payload, prefill))
         if trip.num_outputs == 1 and trip.shape.wants_prompt_scores:
             if trip.scores is not None:
                 add_prompt_scores(payload, trip.scores)

@@ -6,6 +6,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from cluster.messages import HandoverClosed, WorkerLoad
 from proxy.flights.lifetime import FirstTokenParts, SecondTokenParts
+from proxy.prefixes.prefix_metrics import PrefixMetrics
 from proxy.scheduling.place import REASONS
 from proxy.slo.metrics import SloMetrics
 
@@ -107,6 +108,7 @@ class ProxyMetrics:
         self.worker_bad_frames = gauge(
             "worker_bad_frames", "Frames that a worker's host and ranks dropped since its start.", "worker"
         )
+        self.prefixes = PrefixMetrics(registry)
         self.slo = SloMetrics(registry)
         self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
         for role in ("prefill", "decode"):
@@ -195,6 +197,7 @@ class ProxyMetrics:
     def unregister(self) -> None:
         """Takes them out of the registry, for the next proxy of this process."""
         self.slo.unregister()
+        self.prefixes.unregister()
         for metric in vars(self).values():
             if isinstance(metric, Counter | Gauge | Histogram):
                 self._registry.unregister(metric)

@@ -51,6 +51,9 @@ def _remarks(status: ClusterStatus) -> list[Text]:
         for what, counts in (("holds leases", worker.leases), ("saw transfers fail", worker.transfer_failures)):
             if told := ", ".join(f"{count} x {name}" for name, count in counts.items() if count):
                 remarks.append(Text(f"{worker.worker_id} {what}: {told}", style="dim"))
+        if worker.prefix_events:
+            style = "yellow" if worker.prefix_events == "unknown" and worker.state == "ready" else "dim"
+            remarks.append(Text(f"{worker.worker_id} prefix events: {worker.prefix_events}", style=style))
         remarks += [
             Text(f"{worker.worker_id} reads over {link}", style="dim") for link in sorted(set(worker.peers.values()))
         ]

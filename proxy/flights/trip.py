@@ -35,6 +35,8 @@ class Trip:
     deadline_s: float | None = None
     """While waiting in the proxy's queue."""
     num_outputs: int = 0
+    expected_cached_tokens: int | None = None
+    """Prompt tokens that should be in the cache of the worker that got the prompt; None: that is not known."""
     scores: Any = None
     """Prompt scores of this request (`PromptScores`), or those a sibling got from its leader."""
 

@@ -4,14 +4,15 @@ import time
 
 from cluster.status import BlockCounts, ClassStatus, ClusterStatus, WorkerStatus
 from proxy.dispatch import Dispatcher
+from proxy.prefixes.prefix_feed import PrefixFeed
 from proxy.workers.roster import Roster, Worker
 
 
-def report(model: str, roster: Roster, dispatcher: Dispatcher) -> ClusterStatus:
+def report(model: str, roster: Roster, prefixes: PrefixFeed, dispatcher: Dispatcher) -> ClusterStatus:
     """The cluster as the proxy sees it now."""
     causes = roster.causes
     known = [
-        _worker(worker, causes.get(worker.worker_id, ""))
+        _worker(worker, causes.get(worker.worker_id, ""), prefixes.state(worker))
         for worker in sorted(roster.workers.values(), key=lambda w: w.index)
     ]
     missing = [
@@ -48,7 +49,7 @@ def _state(worker: Worker) -> str:
     return "drained" if worker.lost_by == "drained" else "dead"
 
 
-def _worker(worker: Worker, cause: str) -> WorkerStatus:
+def _worker(worker: Worker, cause: str, prefix_events: str) -> WorkerStatus:
     load = worker.load
     return WorkerStatus(
         worker_id=worker.worker_id,
@@ -70,4 +71,5 @@ def _worker(worker: Worker, cause: str) -> WorkerStatus:
         transfer_failures=load.transfer_failures if load is not None else {},
         heard_ago_s=max(0.0, time.monotonic() - worker.heard_s),
         peers=load.peers if load is not None else {},
+        prefix_events=prefix_events,
     )

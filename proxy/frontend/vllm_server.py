@@ -136,7 +136,7 @@ class VllmServer:
 
         @app.get("/twinpool/status")
         async def status() -> Response:
-            body = msgspec.json.encode(report(model, pool.roster, client.dispatcher))
+            body = msgspec.json.encode(report(model, pool.roster, pool.prefixes, client.dispatcher))
             return Response(body, media_type="application/json")
 
     def adopt(self, facts: EngineFacts) -> None:

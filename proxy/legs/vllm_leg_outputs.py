@@ -69,6 +69,17 @@ def prompt_scores(output: EngineCoreOutput) -> PromptScores:
     return PromptScores(output.new_prompt_logprobs_tensors, output.prompt_token_id_logprobs, output.prefill_stats)
 
 
+def found_tokens(leg: LegKind, output: EngineCoreOutput, prefill: EngineCoreOutput | None) -> int | None:
+    """Prompt tokens that the worker which computed the prompt had cached; None if this output does not tell.
+
+    `output` and `prefill` as for `client_output`, before that changes them.
+    """
+    if prefill is None and leg == "decode":
+        return None
+    stats = (prefill if prefill is not None else output).prefill_stats
+    return stats.num_cached_tokens if stats is not None else None
+
+
 def client_output(
     output: EngineCoreOutput, request_id: str, leg: LegKind, finished: bool, prefill: EngineCoreOutput | None
 ) -> EngineCoreOutput:

@@ -15,8 +15,10 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from cluster.messages import RankAddress
+from cluster.prefix_events.block_hashes import root
 from proxy.legs.urgency import KEY, Urgency
 from proxy.scheduling.first_token import decide_first_token
+from proxy.scheduling.prompt_hashes import NO_HASHES, PromptHashes
 from proxy.scheduling.view import RequestShape
 
 FIELD = "kv_transfer_params"
@@ -49,7 +51,17 @@ def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = F
         first_token_mode=decide_first_token(params).first_token,
         wants_prompt_scores=_wants_prompt_scores(params),
         local_because=_local_because(request, engines_return_routed_experts),
+        prompt_hashes=_prompt_hashes(request),
     )
+
+
+def _prompt_hashes(request: EngineCoreRequest) -> PromptHashes:
+    """None for what tokens alone do not tell apart, and for requests that read no cache."""
+    params = request.sampling_params
+    if request.mm_features or request.prompt_embeds is not None or params is None or params.skip_reading_prefix_cache:
+        return NO_HASHES
+    lora_name = request.lora_request.lora_name if request.lora_request is not None else ""
+    return PromptHashes(request.prompt_token_ids or (), root(lora_name, request.cache_salt or ""))
 
 
 def _local_because(request: EngineCoreRequest, engines_return_routed_experts: bool) -> str:

@@ -1,8 +1,9 @@
 """What a placement is decided from: the workers as the proxy sees them, and the shape of one request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from proxy.scheduling.prompt_hashes import NO_HASHES, PromptHashes
 from proxy.scheduling.slo import DEFAULT_STANDING, Standing
 
 Role = Literal["prefill", "decode"]
@@ -62,3 +63,5 @@ class RequestShape:
     local_because: str = ""
     """Not empty: this request cannot be handed over (pooling, images, embeddings, streamed input), and why."""
     standing: Standing = DEFAULT_STANDING
+    prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
+    """What to ask `PrefixIndex` for."""

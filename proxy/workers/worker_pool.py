@@ -14,6 +14,7 @@ import zmq
 from cluster import messages
 from cluster.config import LivenessConfig
 from proxy.metrics import ProxyMetrics
+from proxy.prefixes.prefix_feed import PrefixFeed
 from proxy.workers.roster import Loss, Roster, Worker
 from proxy.workers.worker_socket import Frame, WorkerSocket
 
@@ -44,6 +45,7 @@ class WorkerPool:
     def __init__(self, address: str, roster: Roster, liveness: LivenessConfig, metrics: ProxyMetrics) -> None:
         self.epoch = uuid.uuid4().hex
         self.roster = roster
+        self.prefixes = PrefixFeed(metrics.prefixes)
         self._liveness = liveness
         self._metrics = metrics
         self._listener: PoolListener | None = None
@@ -82,6 +84,7 @@ class WorkerPool:
 
     def give_up(self, worker_id: str, cause: str, *, drained: bool = False, returns: bool = False) -> None:
         """The worker's process has ended; `drained`: because it was told to; `returns`: it will be started again."""
+        self.prefixes.forget(worker_id)
         self.roster.expect(worker_id, returns)
         self._lost(self.roster.lose(worker_id, "drained" if drained else "exited", cause))
         self._pool_changed()
@@ -164,8 +167,12 @@ class WorkerPool:
                 self._metrics.observe_load(worker.worker_id, message)
             case messages.Goodbye():
                 cause = f"Worker {worker.worker_id} left: {message.reason}"
+                self.prefixes.forget(worker.worker_id)
                 drained = worker.drains_to == messages.LEAVE
                 self._lost(self.roster.lose(worker.worker_id, "drained" if drained else "left", cause))
+            case messages.CacheEvents():
+                if self.prefixes.take(worker, message, now_s):
+                    self._socket.send(identity, messages.TellCachedBlocks())
             case messages.UtilityReply():
                 self._reply(worker, message)
             case messages.Outputs() if listener is not None:
@@ -188,6 +195,7 @@ class WorkerPool:
                 "worker_joined worker=%s role=%s epoch=%s fingerprint=%s",
                 *(hello.worker_id, hello.role, hello.epoch, hello.fingerprint),
             )
+            self.prefixes.forget(hello.worker_id)  # it tells everything anew
             self._introduce(admission.worker)
         if admission.changed:
             log.info("worker_changed worker=%s role=%s drains_to=%s", hello.worker_id, hello.role, hello.drains_to)

@@ -89,6 +89,7 @@ def test_a_server_on_a_unix_socket_needs_no_port() -> None:
         ("engine.zzzzz=1", "Remove it"),
         ("engine.tensor_parallel_size=2", "pools.prefill.tensor_parallel"),
         ("pools.decode.engine.kv_transfer_config={}", "Remove it"),
+        ("engine.kv_events_config={}", "scheduling.prefix_events"),
         ("pools.decode.engine.max_model_len=100", "Set engine.max_model_len"),
     ],
 )

@@ -89,6 +89,8 @@ class FakeWorker:
         """Addresses of exporters to get ready for."""
         self.first_tokens: dict[str, int] = {}
         self.utilities: list[tuple[str, Any]] = []
+        self.cache_told_anew = 0
+        """How often the proxy asked for everything in the prefix cache."""
         self.rejected = ""
         self.welcomed = asyncio.Event()
         self.gate = asyncio.Event()
@@ -249,6 +251,8 @@ class FakeWorker:
                 case messages.FirstToken(transfer_id, token):
                     self.first_tokens[transfer_id] = token
                     self._known(transfer_id).set()
+                case messages.TellCachedBlocks():
+                    self.cache_told_anew += 1
                 case messages.Utility(call_id, method, args):
                     self.utilities.append((method, msgspec.msgpack.decode(args)))
                     result = msgspec.Raw(msgspec.msgpack.encode(True))

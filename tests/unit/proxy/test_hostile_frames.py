@@ -31,6 +31,7 @@ NEWS = [
     messages.Outputs("epoch"),
     messages.PrefillStarted("t"),
     messages.HandoverClosed("t", "loaded", "", "host", 1, 1, 0.0, 0.0, 0.0, 0),
+    messages.CacheEvents("epoch", 0, [1, 2], [3], oddities={"missed": 1}),
     messages.UtilityReply(99, "", msgspec.Raw(b"\xc0")),
     messages.Goodbye("decode-0", "another epoch", "leaving"),
 ]

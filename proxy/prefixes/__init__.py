@@ -1,0 +1,1 @@
+"""What workers tell of their prefix caches, on its way to placement."""

@@ -1,0 +1,61 @@
+"""Metrics of the prefix index: what workers told, and whether what it says comes true."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from cluster.messages import CacheEvents
+
+ODDITIES = ("missed", "replayed", "orphaned", "other_tier", "malformed")
+"""Kinds that a host may report; others would be labels without end."""
+
+
+class PrefixMetrics:
+    """All of them. One per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._events = Counter(
+            "twinpool_prefix_events",
+            "What workers told of their prefix caches: blocks stored and removed, caches cleared, and what was odd.",
+            ("worker", "kind"),
+            registry=registry,
+        )
+        self._blocks = Gauge(
+            "twinpool_prefix_index_blocks",
+            "Different KV blocks that some worker's prefix cache is known to hold.",
+            registry=registry,
+        )
+        self._unknown = Gauge(
+            "twinpool_prefix_events_unknown",
+            "1: what a worker's prefix cache holds is not fully known.",
+            ("worker",),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "twinpool_prefix_tokens",
+            "Prompt tokens expected and found in the cache of the worker that got the prompt, where it is known.",
+            ("kind",),
+            registry=registry,
+        )
+
+    def told(self, worker_id: str, events: CacheEvents) -> None:
+        """Counts what a worker told of its prefix cache."""
+        odd = {kind: count for kind, count in events.oddities.items() if kind in ODDITIES}
+        counts = {"stored": len(events.stored), "removed": len(events.removed), "cleared": int(events.cleared), **odd}
+        for kind, count in counts.items():
+            if count:
+                self._events.labels(worker_id, kind).inc(count)
+
+    def show(self, num_blocks: int, worker_id: str, unknown: bool) -> None:
+        """Blocks in the index, and whether a worker's cache is unknown."""
+        self._blocks.set(num_blocks)
+        self._unknown.labels(worker_id).set(unknown)
+
+    def found(self, expected_tokens: int, found_tokens: int) -> None:
+        """Compares what the index said of a prompt with what the engine found."""
+        self._tokens.labels("expected").inc(expected_tokens)
+        self._tokens.labels("found").inc(found_tokens)
+
+    def unregister(self) -> None:
+        """Takes them out of the registry."""
+        for metric in (self._events, self._blocks, self._unknown, self._tokens):
+            self._registry.unregister(metric)
