@@ -14,7 +14,8 @@ Internals of vLLM 0.32 this relies on:
     blocks (`full_sequence_must_fit`) or no place (`max_num_active_reqs`). Requests in a blocked status are passed over.
   * `running` may be in any order; without priorities the last one is preempted first.
   * `update_from_output` is called once for each `SchedulerOutput`.
-  * `Request.{num_tokens_with_spec, num_output_placeholders, num_computed_tokens, sampling_params}`, and that requests
+  * `Request.{num_tokens_with_spec, num_output_placeholders, num_computed_tokens, is_prefill_chunk, has_encoder_inputs,
+    sampling_params}`, and that requests
     can be referred to weakly; `KVCacheManager.{get_computed_blocks, watermark_blocks, block_pool}`.
 """
 
@@ -112,8 +113,8 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
         if started_s is not None:
             # With async scheduling a step is scheduled while the one before it runs, and begins when that ends.
             begun_s = max(started_s, self._answered_s)
-            counts = scheduler_output.num_scheduled_tokens.values()
-            decode_tokens = sum(count for count in counts if count <= decode_tokens_at_most(self))
+            at_most = decode_tokens_at_most(self)
+            decode_tokens = sum(n for n in scheduler_output.num_scheduled_tokens.values() if n <= at_most)
             prefill_tokens = scheduler_output.total_num_scheduled_tokens - decode_tokens
             self._costs.observe(prefill_tokens, decode_tokens, now_s - begun_s)
         self._answered_s = now_s
@@ -122,13 +123,18 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         if self._shares is not None and tokens_left(request, num_computed_tokens) > decode_tokens_at_most(self):
-            num_new_tokens = min(num_new_tokens, self._shares.get(request.request_id, 0))
+            share = self._shares.get(request.request_id, 0)
+            # Where a picture may be cut is for vLLM to say: such a prompt gets all it wants or nothing.
+            if share == 0 or not request.has_encoder_inputs:
+                num_new_tokens = min(num_new_tokens, share)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
     # --- what the step may hold ------------------------------------------------------------------
 
     def _plan(self, now_s: float) -> list[Request]:
         """Sets the limits of the next step and the order of the queue. Returns for whom tokens are held back."""
+        if not (self.waiting or self.kv_holding_waiting or any(r.is_prefill_chunk for r in self.running)):
+            return []  # mostly so on decode workers, where many requests run
         step = Candidates(self, self._urgency, self._is_doubted, self._itl_s)
         step.add_running(self.running)
         step.add_waiting(self.kv_holding_waiting, hold_blocks=True)

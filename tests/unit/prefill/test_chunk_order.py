@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill.chunk_order import (
@@ -106,6 +106,7 @@ prompts = st.lists(
 )
 
 
+@settings(max_examples=50)
 @given(prompts, st.integers(0, 2048), st.integers(0, 2048), st.floats(0, 200))
 def test_the_budget_is_kept_and_never_idle_while_somebody_could_use_it(
     prefills: list[Prefill], budget: int, fill: int, now_s: float
@@ -118,6 +119,7 @@ def test_the_budget_is_kept_and_never_idle_while_somebody_could_use_it(
     assert given_ or not prefills or budget == 0
 
 
+@settings(max_examples=50)
 @given(prompts, st.randoms(use_true_random=False), st.floats(0, 200))
 def test_the_order_depends_on_the_prompts_alone(prefills: list[Prefill], random: object, now_s: float) -> None:
     shuffled = list(prefills)
@@ -126,6 +128,7 @@ def test_the_order_depends_on_the_prompts_alone(prefills: list[Prefill], random:
     assert shares(shuffled, now_s) == shares(prefills, now_s)
 
 
+@settings(max_examples=50)
 @given(prompts, st.floats(0, 200), st.integers(1, 2048))
 def test_the_most_urgent_prompt_always_gets_something(prefills: list[Prefill], now_s: float, budget: int) -> None:
     certain = [replace(p, certain=True) for p in prefills]

@@ -1,6 +1,7 @@
 """Our order inside vLLM's own scheduler, without a model; and the internals of vLLM it stands on."""
 
 import inspect
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,8 @@ IMPORT = {
 }
 # A token takes a millisecond, and what every step costs is as much as that of 10 tokens.
 COST = StepCost(fixed_s=0.01, prefill_token_s=0.001, decode_token_s=0.001)
+
+REMOTE = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 Start = Callable[..., FakeEngine]
 
@@ -273,6 +276,44 @@ def test_an_import_that_failed_is_computed_here(start: Start) -> None:
     assert engine.step() == {"imported": 320}
     engine.run()
     assert engine.tokens == {"imported": 1, "long": 1}
+
+
+@pytest.mark.parametrize("chunk_order", ["deadline", "arrival"])
+def test_whatever_comes_and_goes_all_end_and_no_block_is_lost(
+    start: Start, asynchronous: bool, chunk_order: str
+) -> None:
+    dice = random.Random(4)
+    engine = start(asynchronous=asynchronous, num_blocks=80, max_num_seqs=4, itl_s=0.1, chunk_order=chunk_order)
+    free, loading, in_flight = engine.free_blocks, set[str](), []
+    for at in range(400):
+        if dice.random() < 0.15 and at < 300:
+            engine.add(
+                f"r{at}",
+                dice.choice([5, 40, 200, 900]),
+                dice.choice([0.1, 3.0, 60.0]),
+                priority=dice.choice([-1, 0, 0, 1]),
+                max_tokens=dice.choice([1, 1, 20]),
+                transfer={**IMPORT, "transfer_id": f"transfer-{at}"} if dice.random() < 0.3 else None,
+            )
+        if dice.random() < 0.03 and engine.scheduler.requests:
+            engine.abort(dice.choice(sorted(engine.scheduler.requests)))
+        in_flight.append(engine.scheduler.schedule())
+        if asynchronous and len(in_flight) < 2:
+            continue
+        # Also of those that were aborted meanwhile, whose blocks are kept until the import ends.
+        waiting = {r.request_id for r in engine.scheduler.requests.values() if r.status == REMOTE or r.is_finished()}
+        loading = {r for r in waiting if dice.random() < 0.4} - engine.scheduler.finished_recving_kv_req_ids
+        lost = {
+            b for r in loading if dice.random() < 0.3 for b in engine.scheduler.kv_cache_manager.get_block_ids(r)[0]
+        }
+        report = RankReport([ClosedRequest(r, None, loaded=True) for r in loading])
+        engine.answer(
+            in_flight.pop(0),
+            KVConnectorOutput(finished_recving=loading, invalid_block_ids=lost, kv_connector_worker_meta=report),
+        )
+    assert not engine.scheduler.requests
+    assert engine.free_blocks == free
+    assert len(engine.tokens) > 20
 
 
 def test_nonsense_about_urgency_is_ignored(start: Start, caplog: pytest.LogCaptureFixture) -> None:
