@@ -11,6 +11,7 @@ LINKS_ENTRY = "lab.links.command:run_links"
 LOAD_ENTRY = "lab.load.command:run_load"
 LOAD_OPTIONS = "lab.load.command:LoadOptions"
 SCALING = "lab.traces.trace:Scaling"
+RUN_ENTRY = "lab.experiments.command:run_lab"
 PLAN_ENTRY = "lab.planner.command:run_plan"
 PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 
@@ -91,6 +92,19 @@ def lab_load(
         timeout_s=timeout_s, plain=plain, jsonl_file=jsonl_file, json_file=json_file,
     )  # fmt: skip
     sys.exit(_load(LOAD_ENTRY)(options))
+
+
+@lab_app.command("run")
+def lab_run(
+    experiment: Annotated[
+        str, typer.Argument(help="slo-separation, ladder, chunk-size, pd-ratio, reserve-policy, or a YAML file.")
+    ],
+    directory: Annotated[
+        Path | None, typer.Option("--out", metavar="DIRECTORY", help="For report.html, runs.csv and logs.")
+    ] = None,
+) -> None:
+    """Serve the same load in several ways, one after the other, and write a report that compares them."""
+    sys.exit(_load(RUN_ENTRY)(name=experiment, directory=directory))
 
 
 def plan_command(

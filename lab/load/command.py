@@ -78,7 +78,7 @@ def run_load(options: LoadOptions) -> int:
         target = Target(url, model, {"Authorization": f"Bearer {options.api_key}"}, extra, options.timeout_s)
         with errors.status(f"making {len(sessions)} prompts"):
             lines = options.jsonl_file.open("wb", buffering=0) if options.jsonl_file else None
-            load = Load(target, sessions, Prompts(encode), partial(_write, lines), options.class_header)
+            load = Load([target], sessions, Prompts(encode), partial(_write, lines), options.class_header)
     except (WorkError, TraceError, NoTokenizer, OSError) as error:
         errors.print(f"twinpool: {error}", style="red", soft_wrap=True, markup=False)
         return _EXIT_USAGE

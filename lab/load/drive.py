@@ -16,11 +16,18 @@ Done = Callable[[Record], None]
 class Load:
     """One run. `records` grows while it goes on; requests that were cut off are in it too."""
 
-    def __init__(self, target: Target, sessions: Sequence[Session], prompts: Prompts, on_done: Done, class_header: str):
-        """`class_header`: header that names a request's class, or empty."""
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        sessions: Sequence[Session],
+        prompts: Prompts,
+        on_done: Done,
+        class_header: str = "",
+    ) -> None:
+        """Sessions go to `targets` round robin. `class_header`: header that names a request's class, or empty."""
         self.records: list[Record] = []
         self.num_sent = 0
-        self._target = target
+        self._targets = targets
         self._sessions = sessions
         self._added = {session.number: [prompts.of(turn) for turn in session.turns] for session in sessions}
         self._on_done = on_done
@@ -45,6 +52,7 @@ class Load:
         """All turns of a session; the first that fails is the last."""
         prompt: list[int] = []
         planned_s = session.start_s
+        target = self._targets[session.number % len(self._targets)]
         headers = {self._class_header: session.work} if self._class_header else {}
         for number, turn in enumerate(session.turns):
             if number:
@@ -56,7 +64,7 @@ class Load:
             )
             self.num_sent += 1
             try:
-                reply = await complete(http, self._target, prompt, record, headers)
+                reply = await complete(http, target, prompt, record, headers)
             except asyncio.CancelledError:
                 record.error = record.error or "cut off"
                 self._end(record)

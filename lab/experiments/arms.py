@@ -1,0 +1,62 @@
+"""From an arm to the servers that have to be started for it."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.preflight.machine import Machine
+from lab.experiments.experiment import Arm, ContinuousArm, DisaggregatedArm, ExperimentError, TeachingArm
+from lab.launches import bare_vllm, twinpool
+from lab.server_process import Launch, free_port
+
+SERVED_NAME = "lab"
+_KV_GIB_OF_ALL = 4
+"""KV memory on CPUs, shared by the servers of an arm."""
+
+
+def launches(arm: Arm, model: str, engine: Mapping[str, Any], machine: Machine, directory: Path) -> list[Launch]:
+    """The servers of an arm. Raises `ExperimentError` when the machine is too small for them."""
+    match arm:
+        case TeachingArm():
+            return [_teaching(arm, model)]
+        case ContinuousArm():
+            return _continuous(arm, model, engine, machine)
+        case DisaggregatedArm():
+            config = {
+                "model": model,
+                "served_model_name": SERVED_NAME,
+                **arm.config,
+                "engine": {**engine, **arm.config.get("engine", {})},
+            }
+            config["server"] = {**arm.config.get("server", {}), "port": free_port()}
+            return [twinpool(_slug(arm.name), config, directory)]
+
+
+def _continuous(arm: ContinuousArm, model: str, engine: Mapping[str, Any], machine: Machine) -> list[Launch]:
+    devices = list(machine.gpus) if machine.gpus else [str(core) for core in machine.cores]
+    share = len(devices) // arm.replicas
+    if not share:
+        what = "GPUs" if machine.gpus else "cores"
+        raise ExperimentError(f"arm {arm.name}: {arm.replicas} replicas do not share {len(devices)} {what}")
+    flags = {**engine, **arm.engine}
+    servers = []
+    for index in range(arm.replicas):
+        mine = ",".join(devices[index * share : (index + 1) * share])
+        name, kv_gib = f"{_slug(arm.name)}-{index}", _KV_GIB_OF_ALL // arm.replicas or 1
+        launch = bare_vllm(name, model, SERVED_NAME, free_port(), flags, mine, kv_gib)
+        if machine.gpus:
+            env = {name: value for name, value in launch.env.items() if not name.startswith("VLLM_CPU")}
+            launch = Launch(launch.name, launch.command, launch.port, {**env, "CUDA_VISIBLE_DEVICES": mine})
+        servers.append(launch)
+    return servers
+
+
+def _teaching(arm: TeachingArm, model: str) -> Launch:
+    port = free_port()
+    command = [sys.executable, "-m", "lab.experiments.teaching.server", arm.kind, model, str(port)]
+    return Launch(_slug(arm.name), command, port, {"HF_HUB_OFFLINE": "1"})
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")

@@ -1,0 +1,96 @@
+"""One HTML file with everything in it."""
+
+from html import escape
+
+from lab.experiments.plots import Pictures
+from lab.experiments.results import Results, Run
+from lab.load.summary import ClassSummary, Spread
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } caption { text-align: left; color: #555; }
+th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #ddd; }
+th:first-child, td:first-child { text-align: left; }
+tr.best td { font-weight: 600; } p.note { color: #555; } svg { max-width: 100%; height: auto; }
+"""
+
+
+def html(results: Results) -> str:
+    """The report."""
+    pictures = Pictures(results)
+    parts = [
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(results.title)}</title>",
+        f"<style>{_STYLE}</style><h1>{escape(results.title)}</h1>",
+        f"<p>{escape(results.about)}</p>" if results.about else "",
+        _note(f"{results.model} on {results.machine}, {results.began}. {_load(results)}"),
+        "<h2>Who kept both promises</h2>",
+        pictures.goodput(),
+        _table(results),
+        "<h2>Times to first token, and gaps between tokens</h2>",
+        _note("Further left is better; the dashed lines are the limits."),
+        pictures.distributions(),
+        "<h2>How it went over time</h2>",
+        _note("A dot is a request (left) or a gap between two tokens (right). Red lines are requests that failed."),
+        pictures.timeline(),
+    ]
+    if shapes := pictures.shapes():
+        parts += ["<h2>What was computed together</h2>", shapes]
+    if moved := pictures.moved():
+        parts += ["<h2>What separating cost</h2>", moved]
+    parts += [_note(f"{name} did not run: {why}") for name, why in results.skipped.items()]
+    return "\n".join(parts) + "</html>\n"
+
+
+def _note(text: str) -> str:
+    return f"<p class='note'>{escape(text)}</p>"
+
+
+def _load(results: Results) -> str:
+    classes = {(w.name, w.prompt_tokens, w.output_tokens, w.ttft_s, w.itl_s): w for w in results.runs[0].classes}
+    texts = [
+        f"{w.name}: {w.rate_per_s:g} per second of {w.prompt_tokens} tokens in and {w.output_tokens} out"
+        + (f", TTFT at most {w.ttft_s:g} s" if w.ttft_s is not None else "")
+        + (f", 99 % of a request's gaps at most {w.itl_s * 1000:g} ms" if w.itl_s is not None else "")
+        for w in classes.values()
+    ]
+    return "; ".join(texts) + "."
+
+
+def _table(results: Results) -> str:
+    heads = (
+        "arm", "rate", "class", "offered", "whole", "within both", "TTFT p50 / p99, s", "gap p50 / p99, ms", "tokens/s",
+    )  # fmt: skip
+    rows = []
+    for arm in results.arms:
+        for rate in results.rates:
+            for run in results.of(arm, rate)[:1]:
+                rows += [_row(results, run, summary) for summary in _shown(run)]
+    return (
+        "<table><caption>The first run of each arm; all of them are in the CSV.</caption><tr>"
+        + "".join(f"<th>{head}</th>" for head in heads)
+        + "</tr>"
+        + "".join(rows)
+        + "</table>"
+    )
+
+
+def _shown(run: Run) -> list[ClassSummary]:
+    return run.summary.classes if len(run.summary.classes) == 1 else [*run.summary.classes, run.summary.total]
+
+
+def _row(results: Results, run: Run, row: ClassSummary) -> str:
+    totals = [r.summary.total.attained or 0.0 for r in results.runs if r.rate == run.rate]
+    is_best = row is run.summary.total and (row.attained or 0.0) >= max(totals) > 0
+    cells = (
+        escape(run.arm), f"{run.rate:g}", escape(row.name), str(row.offered), str(row.whole),
+        f"{100 * row.attained:.0f} %" if row.attained is not None else "-", _pair(row.ttft_s, 1, 2),
+        _pair(row.itl_s, 1000, 0), f"{row.tokens_per_s:.1f}",
+    )  # fmt: skip
+    return f"<tr{' class=best' if is_best else ''}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _pair(spread: Spread, factor: float, digits: int) -> str:
+    if spread.p50 is None or spread.p99 is None:
+        return "-"
+    return f"{spread.p50 * factor:.{digits}f} / {spread.p99 * factor:.{digits}f}"

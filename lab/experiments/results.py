@@ -1,0 +1,86 @@
+"""What runs gave: kept as JSON beside the report, and as CSV."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from lab.load.client import Record
+from lab.load.summary import Summary
+from lab.load.work import WorkClass
+
+
+class StepShape(msgspec.Struct):
+    """What an engine carried at one moment, or in one step."""
+
+    at_s: float
+    """From the start of the run."""
+    sequences: int
+    tokens: int = 0
+    """Computed in the step, where each step is known."""
+    waiting: int = 0
+
+
+class Run(msgspec.Struct):
+    """One load on one arm."""
+
+    arm: str
+    kind: str
+    rate: float
+    seed: int
+    classes: list[WorkClass]
+    summary: Summary
+    records: list[Record]
+    shapes: list[StepShape] = []
+    kv_bytes: int = 0
+    """Moved between pools."""
+    start_s: float = 0.0
+    """That the arm's servers took to start."""
+
+
+class Results(msgspec.Struct):
+    """An experiment that was run."""
+
+    title: str
+    about: str
+    model: str
+    machine: str
+    began: str
+    runs: list[Run]
+    skipped: dict[str, str] = {}
+    """Arms that did not run, and why."""
+
+    @property
+    def arms(self) -> list[str]:
+        """In the order in which they ran."""
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    @property
+    def rates(self) -> list[float]:
+        return sorted({run.rate for run in self.runs})
+
+    def of(self, arm: str, rate: float | None = None) -> list[Run]:
+        """All repeats."""
+        return [run for run in self.runs if run.arm == arm and rate in (None, run.rate)]
+
+
+COLUMNS = (
+    "arm", "rate", "seed", "class", "offered", "whole", "refused", "good", "ttft_p50_s", "ttft_p99_s", "itl_p50_s",
+    "itl_p99_s", "itl_max_s", "end_to_end_p50_s", "tokens_per_s", "kv_bytes",
+)  # fmt: skip
+
+
+def write_csv(results: Results, path: Path) -> None:
+    """A row per run and class."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for run in results.runs:
+            for row in (*run.summary.classes, run.summary.total):
+                values: Sequence[object] = (
+                    run.arm, run.rate, run.seed, row.name, row.offered, row.whole, row.rejected, row.good,
+                    row.ttft_s.p50, row.ttft_s.p99, row.itl_s.p50, row.itl_s.p99, row.itl_s.max, row.end_to_end_s.p50,
+                    row.tokens_per_s, run.kv_bytes,
+                )  # fmt: skip
+                writer.writerow("" if value is None else value for value in values)

@@ -1,0 +1,115 @@
+"""Brings up each arm in turn, warms it, applies the same load, takes it down."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cluster.preflight.machine import Machine
+from lab.experiments.arms import SERVED_NAME, launches
+from lab.experiments.experiment import Arm, Experiment, ExperimentError, TeachingArm
+from lab.experiments.observe import kv_bytes, steps_since, watch_shapes
+from lab.experiments.results import Results, Run, StepShape
+from lab.load.client import Target
+from lab.load.drive import Load
+from lab.load.plan import plan_sessions
+from lab.load.prompts import Prompts, local_tokenizer
+from lab.load.summary import summarize
+from lab.server_process import Server, ServerFailed
+from lab.streams import StreamFailed, one_by_one, random_prompt
+
+_WARM_UP_OUTPUT = 4
+_WARM_UP_TIMEOUT_S = 120.0
+_REQUEST_TIMEOUT_S = 600.0
+
+Say = Callable[[str], None]
+
+
+def run_experiment(
+    experiment: Experiment, model: str, machine: Machine, directory: Path, results: Results, say: Say
+) -> None:
+    """Fills `results` run by run, so that an interruption leaves what there is. Raises `ExperimentError`."""
+    prompts = Prompts(local_tokenizer(Path(model)))
+    for number, arm in enumerate(experiment.arms, start=1):
+        say(f"arm {number} of {len(experiment.arms)}: {arm.name}")
+        try:
+            results.runs += _run_arm(experiment, arm, model, machine, directory, prompts, say)
+        except (ServerFailed, StreamFailed, ExperimentError) as error:
+            results.skipped[arm.name] = str(error).strip()
+            say(f"  {arm.name} did not run: {str(error).strip().splitlines()[0]}")
+    if not results.runs:
+        raise ExperimentError("no arm ran: " + "; ".join(f"{name}: {why}" for name, why in results.skipped.items()))
+
+
+def _run_arm(
+    experiment: Experiment, arm: Arm, model: str, machine: Machine, directory: Path, prompts: Prompts, say: Say
+) -> list[Run]:
+    began_s = time.monotonic()
+    servers: list[Server] = []
+    try:
+        for launch in launches(arm, model, experiment.engine, machine, directory):
+            servers.append(Server(launch, directory))  # noqa: PERF401 - those that have started must be ended
+        for server in servers:
+            server.wait_until_healthy()
+        start_s = time.monotonic() - began_s
+        _warm_up(servers, experiment.warm_up_tokens)
+        runs = []
+        for rate in experiment.rates:
+            for repeat in range(experiment.repeats):
+                say(f"  up after {start_s:.0f} s; rate x {rate:g}, run {repeat + 1} of {experiment.repeats}")
+                run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
+                run.start_s = start_s
+                runs.append(run)
+        return runs
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _warm_up(servers: Sequence[Server], lengths: Sequence[int]) -> None:
+    rng = random.Random(0)
+    for server in servers:
+        warm = [random_prompt(rng, length) for length in lengths]
+        asyncio.run(one_by_one(server.url, SERVED_NAME, warm, _WARM_UP_OUTPUT, _WARM_UP_TIMEOUT_S))
+
+
+async def _measure(
+    experiment: Experiment, arm: Arm, servers: Sequence[Server], prompts: Prompts, rate: float, seed: int
+) -> Run:
+    classes = experiment.classes(arm, rate)
+    sessions = plan_sessions(classes, experiment.seconds, seed, experiment.process)
+    targets = [
+        Target(server.url, SERVED_NAME, {}, {"ignore_eos": True, "return_token_ids": True}, _REQUEST_TIMEOUT_S)
+        for server in servers
+    ]
+    load = Load(targets, sessions, prompts, lambda _record: None)
+    shapes: list[StepShape] = []
+    moved = await kv_bytes(servers)
+    began_s = time.monotonic()
+    watching = None if isinstance(arm, TeachingArm) else asyncio.create_task(watch_shapes(servers, shapes))
+    try:
+        async with asyncio.timeout(experiment.seconds + experiment.drain_s):
+            await load.run()
+    except TimeoutError:
+        pass  # what was open is recorded as cut off
+    finally:
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+    if isinstance(arm, TeachingArm):
+        shapes = await steps_since(servers[0], began_s)
+    elapsed_s = time.monotonic() - began_s
+    return Run(
+        arm=arm.name,
+        kind=arm.kind,
+        rate=rate,
+        seed=seed,
+        classes=classes,
+        summary=summarize(classes, load.records, elapsed_s),
+        records=load.records,
+        shapes=shapes,
+        kv_bytes=await kv_bytes(servers) - moved,
+    )
