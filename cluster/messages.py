@@ -92,6 +92,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     copy_out_s: dict[str, Seconds] = {}
     leases: dict[str, Size] = {}
     """By state, over all ranks: each of them holds a lease for every transfer."""
+    tokens_computed: Size = 0
+    """Of prompts and outputs, since the engine's start, also twice. While it grows the engine gets on."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -84,6 +84,8 @@ class PoolStats(msgspec.Struct, tag="pool_stats", frozen=True):
     """Blocks referenced by live requests, counted from their block tables."""
     leased: Count
     """Blocks held only by transfers of requests that have ended."""
+    tokens_computed: Size = 0
+    """By all steps so far, chunks of prompts and tokens alike; empty steps add nothing."""
 
 
 class DropExports(msgspec.Struct, tag="drop_exports", frozen=True):

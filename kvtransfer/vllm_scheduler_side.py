@@ -79,6 +79,7 @@ class SchedulerSide:
         self._kv_cache: KVCacheManager | None = None
         self._last_stats: PoolStats | None = None
         self._last_stats_at_s = 0.0
+        self._tokens_scheduled = 0
         self.exporter_ranks: list[dict[str, Any]] = []
         """Addresses of this engine's own ranks, for a server without a twinpool proxy in front."""
 
@@ -170,6 +171,7 @@ class SchedulerSide:
     def build_orders(self, step: "SchedulerOutput") -> StepOrders:
         orders, self._orders = self._orders, StepOrders()
         orders.no_forward = step.total_num_scheduled_tokens == 0
+        self._tokens_scheduled += step.total_num_scheduled_tokens
         if self._exports:
             for new in step.scheduled_new_reqs:
                 self._progress(orders, new.req_id, new.num_computed_tokens, step)
@@ -262,7 +264,10 @@ class SchedulerSide:
     # --- accounting ------------------------------------------------------------------------------
 
     def pool_stats(self) -> PoolStats | None:
-        """Blocks by state, when they changed; counted from the block tables, not derived from each other."""
+        """Blocks by state, when they changed; counted from the block tables, not derived from each other.
+
+        Called when a step has ended, so what was scheduled before the last one is computed.
+        """
         assert self._kv_cache is not None
         tables = self._kv_cache.coordinator.single_type_managers[0].req_to_blocks
         now_s = time.monotonic()
@@ -276,6 +281,7 @@ class SchedulerSide:
             free=pool.get_num_free_blocks(),
             used=len(used),
             leased=len(held - used),
+            tokens_computed=self._tokens_scheduled,
         )
         self._last_stats_at_s = now_s
         if stats == self._last_stats:

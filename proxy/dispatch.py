@@ -47,6 +47,7 @@ from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip
+from proxy.health.progress import Progress
 from proxy.legs.urgency import Urgency, urgency_of
 from proxy.legs.vllm_leg_outputs import (
     BadOutputs,
@@ -95,10 +96,11 @@ class Dispatcher:
         self.trips: dict[str, Trip] = {}
         self.legs = Legbook()
         self.siblings = Siblings()
+        self.progress = Progress()
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._witness = Witness(metrics)
+        self.witness = Witness(metrics)
         self._transfers: dict[str, Trip] = {}
         self._late_news: deque[tuple[float, str]] = deque()
         self._queued: dict[str, None] = {}
@@ -111,7 +113,7 @@ class Dispatcher:
     @property
     def recent(self) -> RecentHandovers:
         """What is remembered of hand-overs."""
-        return self._witness.recent
+        return self.witness.recent
 
     @property
     def outcomes(self) -> Mapping[SloClass, Mapping[Outcome, int]]:
@@ -142,7 +144,7 @@ class Dispatcher:
             reserve_at_start=self._settings.reserve_at_start,
             open_ended=bool(request.resumable),
         )
-        lifetime, account = self._witness.arrived(request), self._witness.account(shape)
+        lifetime, account = self.witness.arrived(request), self.witness.account(shape)
         trip = self.trips[request_id] = Trip(
             request_id, request, shape, flight, lifetime, front_end or self._local, account, group
         )
@@ -162,7 +164,7 @@ class Dispatcher:
             if trip is not None:
                 _note(trip, "aborted")
                 if answered:
-                    self._witness.answered(trip)
+                    self.witness.answered(trip)
                 self._feed(trip, Aborted())
         self._flush()
 
@@ -195,12 +197,14 @@ class Dispatcher:
             self._metrics.bad_frames.inc()
             log.warning("bad_outputs worker=%s error=%s", worker.worker_id, error)
             return
+        if step.outputs:
+            self.progress.worked(worker.worker_id, time.monotonic())
         for output in step.outputs:
             leg = self.legs.find(output.request_id, worker.worker_id)
             if leg is None:
                 continue
             if output.events and (ago_s := scheduled_ago_s(output, step.timestamp)) is not None:
-                self._witness.scheduled(leg.trip, leg.kind, ago_s)
+                self.witness.scheduled(leg.trip, leg.kind, ago_s)
             if output.finish_reason is not None and not leg.trip.flight.open_ended:
                 self._close_leg(leg.trip, leg.kind)
             self._feed(leg.trip, leg_event(leg.kind, output))
@@ -208,6 +212,7 @@ class Dispatcher:
 
     def on_prefill_started(self, worker: Worker, transfer_id: str) -> None:
         """The prefill engine scheduled the first chunk of a hand-over."""
+        self.progress.worked(worker.worker_id, time.monotonic())
         trip = self._transfers.get(transfer_id)
         if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
             _note(trip, "prefill_started")
@@ -219,7 +224,7 @@ class Dispatcher:
         if trip is None:
             return
         current = closed.transfer_id == trip.transfer_id and trip.flight.decode == worker.worker_id
-        self._witness.handover_closed(trip, closed, current=current)
+        self.witness.handover_closed(trip, closed, current=current)
         if current:
             self._feed(trip, HandoverClosed(closed.outcome))
             self._flush()
@@ -256,7 +261,7 @@ class Dispatcher:
         )
 
     def on_beat(self, now_s: float) -> None:
-        """Deadlines of the queue, renewal of leases, reports that will not come any more."""
+        """Deadlines of the queue, renewal of leases, who gets on, reports that will not come any more."""
         for request_id in list(self._queued):
             trip = self.trips.get(request_id)
             if trip is not None and trip.deadline_s is not None and now_s >= trip.deadline_s:
@@ -267,6 +272,7 @@ class Dispatcher:
             self._hold_leases()
         while self._late_news and self._late_news[0][0] <= now_s:
             self._transfers.pop(self._late_news.popleft()[1], None)
+        self.progress.beat(self._pool.roster.alive(), self.legs.at_work(), now_s)
         self._metrics.observe_stages([trip.flight.stage.value for trip in self.trips.values()])
         self._flush()
 
@@ -381,7 +387,7 @@ class Dispatcher:
 
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
         siblings = [t for t in self.trips.values() if t.group == trip.group] if trip.group else []
-        self._witness.failed(trip, siblings, status, cause)
+        self.witness.failed(trip, siblings, status, cause)
         told = trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
         self.abort(request_id for request_id in told if request_id != trip.request_id)
 
@@ -413,7 +419,7 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------------------ outputs
 
     def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
-        self._witness.output(trip, leg)
+        self.witness.output(trip, leg)
         if trip.num_outputs == 1:
             self._pool.prefixes.found(trip.expected_cached_tokens, found_tokens(leg, payload, prefill))
         if trip.num_outputs == 1 and trip.shape.wants_prompt_scores:
@@ -425,7 +431,7 @@ class Dispatcher:
         self._batches.setdefault(trip.front_end, []).append(output)
         if finished:
             _note(trip, "finished")
-            self._witness.answered(trip, well=str(output.finish_reason) != "error")
+            self.witness.answered(trip, well=str(output.finish_reason) != "error")
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
         """Gives each front end everything that one message led to, as one engine step."""
@@ -452,7 +458,7 @@ class Dispatcher:
             self._close_leg(trip, kind)
         self._queued.pop(trip.request_id, None)
         if self.trips.pop(trip.request_id, None) is not None:
-            self._witness.ended(trip)
+            self.witness.ended(trip)
         self._expect_late_news(trip)
         heir = self.trips.get(self.siblings.leave(trip) or "")
         if heir is not None:

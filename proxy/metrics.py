@@ -102,6 +102,9 @@ class ProxyMetrics:
             "1e9 bytes per second of copying, a rank's mean, between the last two reports of a worker that moved any.",
             "worker", "link", "direction",
         )  # fmt: skip
+        self.worker_tokens_computed = gauge(
+            "worker_tokens_computed", "Tokens of prompts and outputs that a worker computed since its start.", "worker"
+        )
         self.transfer_failures = gauge(
             "transfer_failures", "Transfers that ranks of a worker saw fail since its start.", "worker", "kind"
         )
@@ -158,6 +161,7 @@ class ProxyMetrics:
         self.transfers_open.labels(worker_id, "export").set(load.exports_open)
         self.transfers_open.labels(worker_id, "import").set(load.imports_open)
         self.worker_bad_frames.labels(worker_id).set(load.bad_frames)
+        self.worker_tokens_computed.labels(worker_id).set(load.tokens_computed)
         for state, count in load.leases.items():
             self.leases.labels(worker_id, state).set(count)
         self._observe_copies(worker_id, "in", load.bytes_in, load.copy_s)

@@ -41,6 +41,7 @@ def worker_load(
         bytes_out=_sum_by_key([rank.bytes_out for rank in ranks]),
         copy_out_s=_sum_by_key([rank.copy_out_s for rank in ranks]),
         leases=_sum_by_key([rank.leases for rank in ranks]),
+        tokens_computed=pool.tokens_computed,
     )
 
 

@@ -4,6 +4,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from proxy.flights.events import LegKind
+from proxy.flights.flight import Stage
 from proxy.flights.trip import Trip
 
 
@@ -68,6 +69,13 @@ class Legbook:
     def workload(self, worker_id: str) -> Workload:
         """What a worker has now; not to be changed."""
         return self._workloads.get(worker_id) or Workload()
+
+    def at_work(self) -> set[str]:
+        """Workers that have something to get on with; a decode leg that waits for its prefill is nothing yet."""
+        waiting = (Stage.WAITING, Stage.PREFILLING)
+        return {
+            leg.worker_id for leg in self._legs.values() if leg.kind != "decode" or leg.trip.flight.stage not in waiting
+        }
 
     def lose(self, worker_id: str) -> list[Leg]:
         """Forgets every leg at a worker and returns them."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
-from vllm.exceptions import VLLMError
-from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import set_ulimit
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,6 +38,9 @@ from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
+from proxy.frontend.vllm_self_test import SELF_TEST_TOKENS, generate_two, self_test
+from proxy.health.cluster_health import ClusterHealth
+from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics
 from proxy.slo.rules import SloRules
 from proxy.workers.worker_pool import WorkerPool
@@ -47,11 +48,6 @@ from proxy.workers.worker_pool import WorkerPool
 log = logging.getLogger("twinpool.proxy")
 
 STREAMS_END_WITHIN_S = 3
-SELF_TEST_TIMEOUT_S = 120.0
-SELF_TEST_TOKENS = 96
-SELF_TEST_ATTEMPTS = 3
-SELF_TEST_PAUSE_S = 3.0
-"""Longer than a worker takes to be taken back."""
 
 
 class VllmServer:
@@ -77,7 +73,7 @@ class VllmServer:
             self._args, self._engine_args = server_arguments(config, model_path)
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
-        self._slo = SloRules(config.slo)
+        self._slo, self._liveness = SloRules(config.slo), config.liveness
         set_ulimit()
         try:
             self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -119,8 +115,11 @@ class VllmServer:
         # Long enough to go through both pools.
         num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
 
+        health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
+
         def dress(app: FastAPI) -> FastAPI:
             self._add_routes(app, client, pool)
+            app.router.routes[:0] = probe_routes(health.faults, health.readiness(partial(self._probe, num_tokens)))
             return app
 
         async def start_up(llm: AsyncLLM) -> None:
@@ -138,6 +137,11 @@ class VllmServer:
         async def status() -> Response:
             body = msgspec.json.encode(report(model, pool.roster, pool.prefixes, client.dispatcher))
             return Response(body, media_type="application/json")
+
+    async def _probe(self, num_tokens: int) -> None:
+        """One generation for `/ready`."""
+        if self._llm is None or await generate_two(self._llm, num_tokens) != 2:
+            raise RuntimeError("it did not give the two tokens asked for")
 
     def adopt(self, facts: EngineFacts) -> None:
         """What the engines settled on replaces what this process guessed."""
@@ -265,45 +269,6 @@ def engine_facts(pool: WorkerPool) -> EngineFacts:
         num_blocks=sum(engine.num_blocks for engine in engines),
         supported_tasks=list(pool.supported_tasks()),
     )
-
-
-async def self_test(llm: AsyncLLM, num_prompt_tokens: int) -> None:
-    """One real generation, through both pools if the prompt is long enough; raises `ProxyStartError`.
-
-    On a machine that is short of CPU a worker and the proxy may lose sight of each other while the server is being
-    built, which ends the request and not the worker; so a failure is believed the third time.
-    """
-    num_prompt_tokens = max(1, min(num_prompt_tokens, llm.model_config.max_model_len - 4))
-    vocab_size = llm.model_config.get_vocab_size()
-    prompt = [(7 * index + 3) % min(vocab_size, 512) for index in range(num_prompt_tokens)]
-    try:
-        async with asyncio.timeout(SELF_TEST_TIMEOUT_S):
-            for attempt in range(1, SELF_TEST_ATTEMPTS + 1):
-                try:
-                    num_tokens = await _generate_two(llm, prompt, f"twinpool-self-test-{attempt}")
-                    break
-                except VLLMError as error:
-                    log.warning("self_test_failed attempt=%d error=%s", attempt, error)
-                    if attempt == SELF_TEST_ATTEMPTS:
-                        raise
-                    await asyncio.sleep(SELF_TEST_PAUSE_S)
-    except TimeoutError as error:
-        raise ProxyStartError(
-            f"the self-test got no answer within {SELF_TEST_TIMEOUT_S:g} s; see the workers' logs"
-        ) from error
-    except VLLMError as error:
-        raise ProxyStartError(f"the self-test through both pools failed: {error}; see the workers' logs") from error
-    if num_tokens != 2:
-        raise ProxyStartError(f"the self-test gave {num_tokens} tokens instead of 2; see the workers' logs")
-
-
-async def _generate_two(llm: AsyncLLM, prompt: list[int], request_id: str) -> int:
-    """How many of the two tokens asked for came."""
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
-    num_tokens = 0
-    async for output in llm.generate(tokens_input(prompt), params, request_id):
-        num_tokens = len(output.outputs[0].token_ids)
-    return num_tokens
 
 
 async def _end_http(http: uvicorn.Server, serving: "asyncio.Task[None]") -> None:

@@ -103,11 +103,10 @@ class Witness:
             *(trip.request_id, closed.transfer_id, closed.outcome, closed.failure_kind, closed.link),
             *(closed.bytes_moved, closed.done_to_loaded_s, closed.copy_s),
         )
-        if not current:
-            return
         now_s = time.monotonic()
-        trip.lifetime.note("handover_closed", now_s)
-        if closed.outcome == "loaded":
+        if current:
+            trip.lifetime.note("handover_closed", now_s)
+        if closed.outcome == "loaded" and (current or trip.flight.finished):
             trip.lifetime.note("handover_loaded", now_s)
             if trip.num_outputs > (1 if trip.shape.first_token_mode else 0):
                 self._decode_answered(trip, now_s)

@@ -253,6 +253,19 @@ def test_a_request_that_ends_while_loading_cancels_its_import(side: SchedulerSid
     assert (stats.used, stats.leased, stats.free) == (0, 0, 100)
 
 
+def test_computed_tokens_grow_with_chunks_and_not_with_empty_steps(side: SchedulerSide) -> None:
+    def computed() -> int | None:
+        stats = side.pool_stats()
+        return stats.tokens_computed if stats is not None else None
+
+    side.build_orders(step({"p": (0, 512)}))
+    assert computed() == 512
+    side.build_orders(step({"q": (0, 100)}, {"p": (512, 412)}))
+    assert computed() == 1024
+    side.build_orders(step())
+    assert computed() is None, "nothing to report"
+
+
 @pytest.mark.parametrize(
     "params",
     [

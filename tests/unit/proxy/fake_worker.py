@@ -103,6 +103,9 @@ class FakeWorker:
         self.force_first_token: int | None = None
         self.handover_outcome = "loaded"
         self.say_started = True
+        self.tokens_per_report = 0
+        """Tokens it claims to have computed since the last report."""
+        self._tokens_computed = 0
         self._hello_facts = (fingerprint, max_model_len, model, protocol)
         self._heartbeat_s = heartbeat_s
         self._context = zmq.asyncio.Context()
@@ -195,6 +198,7 @@ class FakeWorker:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             if self.welcomed.is_set() and not self.left:
+                self._tokens_computed += self.tokens_per_report
                 await self.say(self.load())
 
     def load(self) -> messages.WorkerLoad:
@@ -214,6 +218,7 @@ class FakeWorker:
             {},
             0,
             {"ipc://x": "host: same machine"},
+            tokens_computed=self._tokens_computed,
         )
 
     async def _read(self) -> None:

@@ -263,6 +263,25 @@ async def test_the_status_is_what_the_command_line_reads(server: Server) -> None
 
 
 @MODULE_LOOP
+async def test_probes_see_health_and_readiness(server: Server) -> None:
+    async def probe(path: str) -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session, session.get(server.url + path) as response:
+            return response.status, json.loads(await response.text())
+
+    assert await probe("/health") == (200, {"status": "healthy"}), "vLLM's own route has no body"
+    before = len(server.workers["decode-0"].submitted)
+    assert await probe("/ready") == (200, {"status": "ready"})
+    assert len(server.workers["decode-0"].submitted) == before, "clients' requests have shown it"
+    server.workers["prefill-0"].freeze()
+    await server.exits.put(Gone("prefill-0", "worker prefill-0 died"))
+    await until(lambda: server.exits.empty())
+    await asyncio.sleep(0.01)
+    assert await probe("/ready") == (503, {"status": "not ready", "reasons": ["no prefill worker takes requests"]})
+    assert (await probe("/health"))[0] == 200
+    await server.revive("prefill-0")
+
+
+@MODULE_LOOP
 async def test_our_metrics_stand_beside_vllms(server: Server) -> None:
     await server.post("/v1/completions", model="tiny", prompt=WORDS, max_tokens=4)
     async with aiohttp.ClientSession() as session, session.get(server.url + "/metrics") as response:
@@ -274,6 +293,9 @@ async def test_our_metrics_stand_beside_vllms(server: Server) -> None:
         'twinpool_handover_bytes_total{link="host"}',
         'twinpool_kv_blocks{state="free",worker="decode-0"}',
         'twinpool_workers_alive{role="prefill"} 1.0',
+        'twinpool_slo_requests_total{outcome="attained",slo_class="default"}',
+        'twinpool_itl_seconds_bucket{le="0.1",slo_class="default"}',
+        'twinpool_ttft_part_seconds_count{part="front_end"}',
         "vllm:num_requests_running",
     ):
         assert name in text

@@ -9,8 +9,9 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from proxy.api_server import ProxyStartError
-from proxy.frontend import vllm_server
-from proxy.frontend.vllm_server import self_test
+from proxy.frontend import vllm_self_test
+from proxy.frontend.request_context import current_standing
+from proxy.frontend.vllm_self_test import self_test
 
 
 class Engine:
@@ -18,12 +19,15 @@ class Engine:
 
     def __init__(self, failures: int, num_tokens: int = 2) -> None:
         self.asked: list[str] = []
+        self.prompts: list[tuple[int, ...]] = []
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 1000)
         self._failures = failures
         self._num_tokens = num_tokens
 
-    async def generate(self, _prompt: Any, _params: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, _params: Any, request_id: str) -> AsyncIterator[Any]:
         self.asked.append(request_id)
+        self.prompts.append(tuple(prompt["prompt_token_ids"]))
+        assert current_standing(0).slo.name == "probe", "clients' metrics have no part in it"
         if len(self.asked) <= self._failures:
             raise GracefulHTTPError("Worker decode-0 lost sight of the proxy", HTTPStatus.SERVICE_UNAVAILABLE)
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * self._num_tokens)])
@@ -31,13 +35,15 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "SELF_TEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(vllm_self_test, "SELF_TEST_PAUSE_S", 0.0)
 
 
 async def test_two_failures_are_forgiven() -> None:
     engine: Any = Engine(failures=2)
     await self_test(engine, 96)
     assert len(set(engine.asked)) == 3
+    assert len(set(engine.prompts)) == 3, "a prompt that is cached would move nothing"
+    assert {len(prompt) for prompt in engine.prompts} == {60}
 
 
 async def test_the_third_failure_ends_the_start_and_is_told() -> None:

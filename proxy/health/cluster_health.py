@@ -1,0 +1,53 @@
+"""The state of the cluster as `/health` and `/ready` see it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cluster.config import LivenessConfig
+from proxy.dispatch import Dispatcher
+from proxy.health.readiness import Readiness
+from proxy.health.verdict import cluster_faults
+from proxy.scheduling.view import Role
+from proxy.workers.worker_pool import WorkerPool
+
+
+class ClusterHealth:
+    """Reads what the dispatcher and the roster know.
+
+    `supervised` are the tasks that must not end while the proxy serves.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        liveness: LivenessConfig,
+        supervised: Sequence["asyncio.Task[Any]"],
+    ) -> None:
+        self._roster = pool.roster
+        self._dispatcher = dispatcher
+        self._liveness = liveness
+        self._supervised = supervised
+        # A cluster configured without prefill workers needs none to be ready.
+        self._needs_prefill = any(worker_id.startswith("prefill-") for worker_id in pool.roster.expected)
+
+    def faults(self) -> list[str]:
+        """Why the server should be restarted; empty if it should not."""
+        after_s = self._liveness.stalled_after_s
+        ended = [f"the proxy's task {task.get_name()} has ended" for task in self._supervised if task.done()]
+        stalls = self._dispatcher.progress.stalled(after_s)
+        return [*ended, *cluster_faults(len(self._roster.alive("decode")), stalls, after_s)]
+
+    def readiness(self, probe: Callable[[], Awaitable[None]]) -> Readiness:
+        """Of new requests; `probe` sends one through the cluster."""
+        return Readiness(self._liveness.ready_within_s, self._last_at_s, probe, self._obstacle)
+
+    def _last_at_s(self) -> float | None:
+        witness = self._dispatcher.witness
+        return witness.handed_over_at_s if self._needs_prefill else witness.answered_at_s
+
+    def _obstacle(self) -> str:
+        roles: tuple[Role, ...] = ("prefill", "decode") if self._needs_prefill else ("decode",)
+        missing = [role for role in roles if not self._roster.taking_requests(role)]
+        return f"no {' and no '.join(missing)} worker takes requests" if missing else ""
