@@ -103,7 +103,7 @@ class ProxyMetrics:
             "worker", "link", "direction",
         )  # fmt: skip
         self.worker_tokens_computed = gauge(
-            "worker_tokens_computed", "Tokens of prompts and outputs that a worker computed since its start.", "worker"
+            "worker_tokens_computed", "Prompt and output tokens that a worker computed since its start.", "worker"
         )
         self.transfer_failures = gauge(
             "transfer_failures", "Transfers that ranks of a worker saw fail since its start.", "worker", "kind"
