@@ -97,7 +97,7 @@ def lab_load(
 @lab_app.command("run")
 def lab_run(
     experiment: Annotated[
-        str, typer.Argument(help="slo-separation, ladder, chunk-size, pd-ratio, reserve-policy, or a YAML file.")
+        str, typer.Argument(help="slo-separation, goodput, ladder, chunk-size, pd-ratio, reserve-policy, or a file.")
     ],
     directory: Annotated[
         Path | None, typer.Option("--out", metavar="DIRECTORY", help="For report.html, runs.csv and logs.")

@@ -47,6 +47,22 @@ class DisaggregatedArm(_Arm):
     config: dict[str, Any] = Field(default={}, description="Its configuration, as in cluster.yaml, without the model.")
 
 
+class SearchSettings(_Node):
+    """How the highest rate within the limits is looked for."""
+
+    attained: float = Field(default=0.9, gt=0, lt=1, description="Share of requests that must keep both limits.")
+    lowest: float = Field(default=0.5, gt=0, description="Factor on the rates to begin with; all arms should hold it.")
+    highest: float = Field(default=4.0, gt=0, description="Factor on the rates that no arm should hold.")
+    steps: int = Field(default=4, ge=1, le=12, description="Rates tried between; each halves what is left between.")
+    seeds: int = Field(default=2, ge=1, le=20, description="Runs per rate at most, where one leaves it open.")
+
+    @model_validator(mode="after")
+    def _ends_differ(self) -> "SearchSettings":
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest={self.lowest:g} must be below highest={self.highest:g}")
+        return self
+
+
 Arm = Annotated[TeachingArm | ContinuousArm | DisaggregatedArm, Field(discriminator="kind")]
 
 
@@ -60,6 +76,7 @@ class Experiment(_Node):
     process: Process = "poisson"
     seconds: float = Field(default=60.0, gt=0, description="How long sessions begin, per run.")
     drain_s: float = Field(default=60.0, gt=0, description="Requests still open so long after that are cut off.")
+    search: SearchSettings | None = Field(default=None, description="Look for each arm's goodput, in place of `rates`.")
     rates: list[Annotated[float, Field(gt=0)]] = Field(default=[1.0], description="Factors on every class's rate.")
     repeats: int = Field(default=1, ge=1, description="Runs per arm and rate, each with a seed of its own.")
     seed: int = Field(default=1, ge=0)

@@ -18,7 +18,6 @@ class Pictures:
     def __init__(self, results: Results) -> None:
         self._results = results
         self._colour = {arm: _COLOURS[i % len(_COLOURS)] for i, arm in enumerate(results.arms)}
-        self._rate = results.rates[-1] if 1.0 not in results.rates else 1.0
 
     def goodput(self) -> str:
         """Share of requests within both limits: by rate, or one bar per arm at the only rate."""
@@ -49,7 +48,7 @@ class Pictures:
         """Of TTFT and of every gap, as shares of requests and of gaps below a time."""
         figure, (left, right) = _figure(10, 3.6, columns=2)
         for arm in self._results.arms:
-            runs = self._results.of(arm, self._rate)
+            runs = self._results.nearest_to_one(arm)
             whole = [record for run in runs for record in run.records if not record.error]
             ttfts = [r.ttft_s for r in whole if r.ttft_s is not None]
             _cumulate(left, ttfts, self._colour[arm], arm)
@@ -74,7 +73,7 @@ class Pictures:
         arms = self._results.arms
         figure, grid = _figure(10, 1.7 * len(arms) + 0.4, rows=len(arms), columns=2, sharex=True, sharey="col")
         for row, arm in zip(np.atleast_2d(grid), arms, strict=True):
-            run = self._results.of(arm, self._rate)[0]
+            run = self._results.nearest_to_one(arm)[0]
             whole = [record for record in run.records if not record.error]
             failed = [record for record in run.records if record.error]
             ttft = [(r.sent_s, r.ttft_s) for r in whole if r.ttft_s is not None]
@@ -100,7 +99,7 @@ class Pictures:
 
     def shapes(self) -> str:
         """One row per arm: how many sequences were computed at a time."""
-        runs = [run for arm in self._results.arms if (run := self._results.of(arm, self._rate)[0]).shapes]
+        runs = [run for arm in self._results.arms if (run := self._results.nearest_to_one(arm)[0]).shapes]
         if not runs:
             return ""
         figure, grid = _figure(10, 1.3 * len(runs) + 0.4, rows=len(runs), sharex=True)
@@ -122,7 +121,7 @@ class Pictures:
             return ""
         figure, axes = _figure(7.5, 0.9 + 0.45 * len(arms))
         for place, arm in enumerate(arms):
-            runs = self._results.of(arm, self._rate) or self._results.of(arm)
+            runs = self._results.nearest_to_one(arm)
             megabytes = sum(run.kv_bytes for run in runs) / len(runs) / 1e6
             axes.barh(place, megabytes, color=self._colour[arm], height=0.6)
             axes.annotate(f" {megabytes:,.0f} MB", (megabytes, place), va="center", fontsize=9)

@@ -1,5 +1,6 @@
 """One HTML file with everything in it."""
 
+import math
 from html import escape
 
 from lab.experiments.plots import Pictures
@@ -26,6 +27,7 @@ def html(results: Results) -> str:
         _note(f"{results.model} on {results.machine}, {results.began}. {_load(results)}"),
         "<h2>Who kept both promises</h2>",
         pictures.goodput(),
+        _goodput(results),
         _table(results),
         "<h2>Times to first token, and gaps between tokens</h2>",
         _note("Further left is better; the dashed lines are the limits."),
@@ -57,17 +59,38 @@ def _load(results: Results) -> str:
     return "; ".join(texts) + "."
 
 
+def _goodput(results: Results) -> str:
+    """The highest rates found, and their ratios to the first arm's."""
+    if not results.goodput:
+        return ""
+    first = _middle(next(iter(results.goodput.values())))
+    rows = []
+    for arm, (low, high) in results.goodput.items():
+        found = _middle((low, high))
+        ratio = f"{found / first:.2f}" if first and found else "-"
+        between = f"{low:.2f} to {high:.2f}" if math.isfinite(high) else f"over {low:.2f}"
+        rows.append(f"<tr><td>{escape(arm)}</td><td>{between}</td><td>{ratio}</td></tr>")
+    caption = "The highest factor on the arrival rate at which enough requests keep both limits, and its ratio."
+    head = "<tr><th>arm</th><th>factor</th><th>ratio to the first</th></tr>"
+    return f"<table><caption>{caption}</caption>{head}{''.join(rows)}</table>"
+
+
+def _middle(bounds: tuple[float, float]) -> float:
+    low, high = bounds
+    return math.sqrt(low * high) if low and math.isfinite(high) else low
+
+
 def _table(results: Results) -> str:
     heads = (
         "arm", "rate", "class", "offered", "whole", "within both", "TTFT p50 / p99, s", "gap p50 / p99, ms", "tokens/s",
     )  # fmt: skip
     rows = []
     for arm in results.arms:
-        for rate in results.rates:
-            for run in results.of(arm, rate)[:1]:
-                rows += [_row(results, run, summary) for summary in _shown(run)]
+        for rate in sorted({run.rate for run in results.of(arm)}):
+            run = results.of(arm, rate)[0]
+            rows += [_row(results, run, summary) for summary in _shown(run)]
     return (
-        "<table><caption>The first run of each arm; all of them are in the CSV.</caption><tr>"
+        "<table><caption>The first run of each arm and rate; all of them are in the CSV.</caption><tr>"
         + "".join(f"<th>{head}</th>" for head in heads)
         + "</tr>"
         + "".join(rows)
@@ -83,7 +106,7 @@ def _row(results: Results, run: Run, row: ClassSummary) -> str:
     totals = [r.summary.total.attained or 0.0 for r in results.runs if r.rate == run.rate]
     is_best = row is run.summary.total and (row.attained or 0.0) >= max(totals) > 0
     cells = (
-        escape(run.arm), f"{run.rate:g}", escape(row.name), str(row.offered), str(row.whole),
+        escape(run.arm), f"{run.rate:.3g}", escape(row.name), str(row.offered), str(row.whole),
         f"{100 * row.attained:.0f} %" if row.attained is not None else "-", _pair(row.ttft_s, 1, 2),
         _pair(row.itl_s, 1000, 0), f"{row.tokens_per_s:.1f}",
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What runs gave: kept as JSON beside the report, and as CSV."""
 
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class Results(msgspec.Struct):
     runs: list[Run]
     skipped: dict[str, str] = {}
     """Arms that did not run, and why."""
+    goodput: dict[str, tuple[float, float]] = {}
+    """By arm, the factors on the rates between which the highest lies that keeps enough requests within both limits."""
 
     @property
     def arms(self) -> list[str]:
@@ -63,6 +66,11 @@ class Results(msgspec.Struct):
     def of(self, arm: str, rate: float | None = None) -> list[Run]:
         """All repeats."""
         return [run for run in self.runs if run.arm == arm and rate in (None, run.rate)]
+
+    def nearest_to_one(self, arm: str) -> list[Run]:
+        """All repeats of an arm at the factor on the rates that is nearest to 1: what pictures show."""
+        rate = min((run.rate for run in self.of(arm)), key=lambda rate: abs(math.log(rate)))
+        return self.of(arm, rate)
 
 
 COLUMNS = (

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cluster.preflight.machine import Machine
 from lab.experiments.arms import SERVED_NAME, launches
-from lab.experiments.experiment import Arm, Experiment, ExperimentError, TeachingArm
+from lab.experiments.experiment import Arm, Experiment, ExperimentError, SearchSettings, TeachingArm
+from lab.experiments.goodput import GoodputSearch
 from lab.experiments.observe import kv_bytes, steps_since, watch_shapes
 from lab.experiments.results import Results, Run, StepShape
 from lab.load.client import Target
@@ -35,7 +36,7 @@ def run_experiment(
     for number, arm in enumerate(experiment.arms, start=1):
         say(f"arm {number} of {len(experiment.arms)}: {arm.name}")
         try:
-            results.runs += _run_arm(experiment, arm, model, machine, directory, prompts, say)
+            results.runs += _run_arm(experiment, arm, model, machine, directory, prompts, results, say)
         except (ServerFailed, StreamFailed, ExperimentError) as error:
             results.skipped[arm.name] = str(error).strip()
             say(f"  {arm.name} did not run: {str(error).strip().splitlines()[0]}")
@@ -44,7 +45,14 @@ def run_experiment(
 
 
 def _run_arm(
-    experiment: Experiment, arm: Arm, model: str, machine: Machine, directory: Path, prompts: Prompts, say: Say
+    experiment: Experiment,
+    arm: Arm,
+    model: str,
+    machine: Machine,
+    directory: Path,
+    prompts: Prompts,
+    results: Results,
+    say: Say,
 ) -> list[Run]:
     began_s = time.monotonic()
     servers: list[Server] = []
@@ -55,17 +63,33 @@ def _run_arm(
             server.wait_until_healthy()
         start_s = time.monotonic() - began_s
         _warm_up(servers, experiment.warm_up_tokens)
-        runs = []
-        for rate in experiment.rates:
-            for repeat in range(experiment.repeats):
-                say(f"  up after {start_s:.0f} s; rate x {rate:g}, run {repeat + 1} of {experiment.repeats}")
-                run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
-                run.start_s = start_s
-                runs.append(run)
-        return runs
+        say(f"  up after {start_s:.0f} s")
+
+        def measure(rate: float, repeat: int) -> Run:
+            run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
+            run.start_s = start_s
+            total = run.summary.total
+            good = "" if total.attained is None else f", {100 * total.attained:.0f} % within both limits"
+            say(f"  rate x {rate:.3g}, seed {run.seed}: {total.whole} of {total.offered} whole{good}")
+            return run
+
+        if experiment.search is None:
+            return [measure(rate, repeat) for rate in experiment.rates for repeat in range(experiment.repeats)]
+        return _search(experiment.search, arm, measure, results)
     finally:
         for server in servers:
             server.stop()
+
+
+def _search(settings: SearchSettings, arm: Arm, measure: Callable[[float, int], Run], results: Results) -> list[Run]:
+    search = GoodputSearch(settings.lowest, settings.highest, settings.attained, settings.steps, settings.seeds)
+    runs = []
+    while (wanted := search.next_run()) is not None:
+        run = measure(*wanted)
+        runs.append(run)
+        search.note(run.rate, run.summary.total.good or 0, run.summary.total.offered)
+    results.goodput[arm.name] = search.bounds
+    return runs
 
 
 def _warm_up(servers: Sequence[Server], lengths: Sequence[int]) -> None:

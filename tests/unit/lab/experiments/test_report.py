@@ -51,3 +51,10 @@ def test_goodput_is_drawn_over_the_rate_when_there_are_several(tmp_path: Path) -
     assert len(rows) == 6 * 2
     assert {row["class"] for row in rows} == {"chat", "all"}
     assert all(int(row["offered"]) == 21 and int(row["whole"]) == 20 for row in rows)
+
+
+def test_the_highest_rates_are_compared_with_the_first_arms(tmp_path: Path) -> None:
+    found = results((0.7, 1.3))
+    found.goodput = {"plain <1>": (1.0, 1.5), "ours": (3.0, 3.2)}
+    write_results(found, tmp_path)
+    assert "<td>3.00 to 3.20</td><td>2.53</td>" in (tmp_path / "report.html").read_text()
