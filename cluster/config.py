@@ -271,6 +271,10 @@ class ClusterConfig(ConfigNode):
     drain_timeout_s: float = Field(
         default=120.0, gt=0, description="A draining worker aborts what it has not finished by then."
     )
+    restart: Literal["on_failure", "never", "always"] = Field(
+        default="on_failure",
+        description="When a worker's process is started again: after a failure, never, or also after a SIGTERM.",
+    )
 
     @model_validator(mode="after")
     def _someone_decodes(self) -> "ClusterConfig":

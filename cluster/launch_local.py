@@ -16,14 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from cluster import watchdog
 from cluster.config import ClusterConfig
 from cluster.worker_plan import WorkerPlan
-from cluster.worker_settings import WorkerSettings, write_worker_settings
+from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
 
 log = logging.getLogger("twinpool.launcher")
 
@@ -51,6 +51,8 @@ class WorkerExit:
     worker_id: str
     role: str
     pid: int
+    returncode: int
+    """Negative: the signal that ended it."""
     cause: str
     """A sentence for the operator and, in short, for the client."""
     last_lines: tuple[str, ...]
@@ -115,6 +117,16 @@ def worker_command(
     )
 
 
+def in_role(command: WorkerCommand, role: str) -> WorkerCommand:
+    """The same worker, but serving in another role when it is started again; its settings are rewritten.
+
+    Cores, devices and engine options stay those of the pool that it belongs to.
+    """
+    settings = read_worker_settings(Path(command.argv[-1])).model_copy(update={"role": role})
+    argv = (*command.argv[:-2], f"{role}.worker", str(write_worker_settings(settings)))
+    return replace(command, role=role, argv=argv)
+
+
 class LocalLauncher:
     """Owns the worker processes of one cluster run.
 
@@ -127,6 +139,7 @@ class LocalLauncher:
         self._watchdog: asyncio.subprocess.Process | None = None
         self._watchdog_watcher: asyncio.Task[None] | None = None
         self._groups: dict[str, int] = {}
+        self._running: set[str] = set()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._stopping = False
 
@@ -166,6 +179,7 @@ class LocalLauncher:
             raise LaunchError("the launcher is stopping and starts no more workers")
         try:
             with command.log_path.open("ab") as output:
+                log_start = output.tell()
                 process = await asyncio.create_subprocess_exec(
                     *command.argv,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -177,20 +191,23 @@ class LocalLauncher:
         except OSError as error:
             raise LaunchError(f"cannot start worker {command.worker_id}: {error}") from error
         self._groups[command.worker_id] = process.pid
+        self._running.add(command.worker_id)
         self._tell_watchdog("+", process.pid)
         log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
-        self._watchers[command.worker_id] = asyncio.create_task(self._watch(command, process))
+        self._watchers[command.worker_id] = asyncio.create_task(self._watch(command, process, log_start))
 
-    async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process, log_start: int) -> None:
         returncode = await process.wait()
+        self._running.discard(command.worker_id)
         group = process.pid
         if not self._stopping:
-            lines = last_lines(command.log_path)
+            lines = last_lines(command.log_path, log_start)
             self._on_exit(
                 WorkerExit(
                     worker_id=command.worker_id,
                     role=command.role,
                     pid=group,
+                    returncode=returncode,
                     cause=describe_exit(command.worker_id, returncode, lines),
                     last_lines=tuple(lines[-_LAST_LINES:]),
                     log_path=command.log_path,
@@ -203,6 +220,26 @@ class LocalLauncher:
         self._groups.pop(command.worker_id, None)
         self._tell_watchdog("-", group)
         log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
+
+    def runs(self, worker_id: str) -> bool:
+        """Its process has not ended; when it does, `on_exit` hears of it."""
+        return worker_id in self._running
+
+    async def until_gone(self, worker_id: str) -> None:
+        """Returns when nothing is left of a worker's last process."""
+        watcher = self._watchers.get(worker_id)
+        if watcher is not None:
+            await asyncio.wait((watcher,))
+
+    async def end(self, worker_id: str, grace_s: float) -> None:
+        """Ends one worker as `stop` ends all of them; `on_exit` hears of it."""
+        group = self._groups.get(worker_id)
+        if group is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(group, signal.SIGINT)
+        await _until_gone([group], grace_s)
+        await _kill([group])
 
     async def stop(self, grace_s: float) -> None:
         """Asks every worker to leave, kills what is left after `grace_s`; returns when all are gone.
@@ -266,15 +303,17 @@ def describe_exit(worker_id: str, returncode: int, lines: Sequence[str]) -> str:
         name = signal.Signals(-returncode).name
         hint = " (perhaps the machine ran out of memory)" if -returncode == signal.SIGKILL else ""
         return f"worker {worker_id} was killed by {name}{hint}"
+    if returncode == 0:
+        return f"worker {worker_id} left, as it was told"
     reasons = [found[0] for line in lines if (found := _EXCEPTION_LINE.search(line)) and _SECOND_HAND not in line]
     return f"worker {worker_id} exited with code {returncode}" + (f": {reasons[-1]}" if reasons else "")
 
 
-def last_lines(path: Path) -> list[str]:
-    """The end of a log."""
+def last_lines(path: Path, start: int = 0) -> list[str]:
+    """The end of a log, from the byte `start` on: what is before it was written by an earlier process."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            file.seek(max(start, path.stat().st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []

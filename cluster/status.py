@@ -2,6 +2,8 @@
 
 import msgspec
 
+from cluster.orders import RollingStatus
+
 
 class BlockCounts(msgspec.Struct, frozen=True):
     """KV blocks of one worker; `free + used + leased == total`."""
@@ -12,15 +14,30 @@ class BlockCounts(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
+class LaunchNote(msgspec.Struct, frozen=True):
+    """What the launcher says about a worker whose process has ended in this run."""
+
+    starting: bool
+    """It is being started again, or will be."""
+    text: str
+    """What happens next; empty when it is back."""
+    starts: int
+    """How often it was started again."""
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One worker as the proxy sees it."""
 
     worker_id: str
     role: str
     state: str
-    """`starting`, `ready`, `draining`, `drained` (its process left when it was told to) or `dead`."""
+    """`starting` (also again), `ready`, `draining`, `drained` (its process left when it was told to) or `dead`."""
     cause: str = ""
     """Why it is dead or drained."""
+    note: str = ""
+    """What the launcher does about that."""
+    starts: int = 0
+    """How often its process was started again."""
     drains_to: str = ""
     """What a draining worker does next: `leave`, or serve as `prefill` or `decode`."""
     epoch: str = ""
@@ -98,3 +115,5 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     last_request: LastRequest | None = None
     refused_pairs: list[RefusedPair] = []
     classes: list[ClassStatus] = []
+    rolling_restart: RollingStatus | None = None
+    """The last one of this run."""

@@ -16,6 +16,8 @@ from cluster.config import ClusterConfig
 from proxy.dispatch_settings import dispatch_settings
 from proxy.listening import ListenError, listening_socket
 from proxy.metrics import ProxyMetrics
+from proxy.workers.administration import Administration
+from proxy.workers.rolling_restart import RollingTimes, WorkerControl
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
 from proxy.workers.worker_socket import SocketAddressError
@@ -34,6 +36,10 @@ class WorkerGone(Protocol):
     def worker_id(self) -> str: ...
     @property
     def cause(self) -> str: ...
+    @property
+    def drained(self) -> bool: ...
+    @property
+    def returns(self) -> bool: ...
 
 
 async def run_api_server(
@@ -45,6 +51,7 @@ async def run_api_server(
     stop: asyncio.Event,
     on_join: Callable[[str], None] = lambda _worker_id: None,
     listening: socket.socket | None = None,
+    control: WorkerControl | None = None,
 ) -> None:
     """Serves until `stop` is set.
 
@@ -57,6 +64,7 @@ async def run_api_server(
         stop: ends the server; open requests get an error.
         on_join: called with the id of every worker that joins while the others are waited for.
         listening: the bound socket to serve on; without one it is made from `config.server`.
+        control: starts worker processes again; without one that is not possible.
 
     Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
     """
@@ -74,21 +82,29 @@ async def run_api_server(
         server.close()
         return
     metrics = ProxyMetrics()
-    pool = exits = None
+    pool = exits = administration = None
     try:
         roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
-        pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
+        if control is None:
+            pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
+        else:
+            roster.restarts = config.restart != "never"
+            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, control.joined)
+        times = RollingTimes(config.drain_timeout_s, config.start_timeout_s, config.stop_timeout_s)
+        administration = Administration(pool, control, times)
         exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
         ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
         if ready is not None:
             supervised = (exits, *pool.tasks)
             settings = dispatch_settings(config, server.on_gpu)
-            await server.serve(pool, settings, metrics, supervised, on_ready, stop)
+            await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop)
     except SocketAddressError as error:
         raise ProxyStartError(str(error)) from error
     finally:
         if exits is not None:
             exits.cancel()
+        if administration is not None:
+            administration.close()
         if pool is not None:
             pool.close()
         server.close()
@@ -130,7 +146,8 @@ def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
 async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPool) -> None:
     while True:
         gone = await worker_exits.get()
-        pool.give_up(gone.worker_id, gone.cause[:1].upper() + gone.cause[1:])
+        cause = gone.cause[:1].upper() + gone.cause[1:]
+        pool.give_up(gone.worker_id, cause, drained=gone.drained, returns=gone.returns)
 
 
 async def wait_for_workers(

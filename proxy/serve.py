@@ -16,9 +16,9 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, ensure_embedded_model
+from cluster.fleet.fleet import Fleet, WorkerDown
 from cluster.launch_local import (
     LaunchError,
-    LocalLauncher,
     WorkerExit,
     make_runtime_dir,
     proxy_address,
@@ -80,9 +80,9 @@ class _Cluster:
         self._stop = asyncio.Event()
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._lost_at_start: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
-        self._exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
-        self._launcher = LocalLauncher(self._on_worker_exit)
-        interruption = Interruption(self._stop, self._launcher.stop_now, self._config.stop_timeout_s)
+        self._exits: asyncio.Queue[WorkerDown] = asyncio.Queue()
+        self._fleet = Fleet(self._config.restart, self._on_worker_down)
+        interruption = Interruption(self._stop, self._fleet.launcher.stop_now, self._config.stop_timeout_s)
         try:
             code = await self._serve_unless_stopped(interruption)
         except ConfigError as error:
@@ -147,7 +147,7 @@ class _Cluster:
     async def _start_workers(self, plans: list[WorkerPlan], machine: Machine, model: str) -> None:
         self._runtime_dir = make_runtime_dir()
         commands = [worker_command(plan, self._config, model, self._runtime_dir, machine.environ) for plan in plans]
-        await self._launcher.start(commands)
+        await self._fleet.start(commands)
         for command in commands:
             self._screen.worker_started(command.worker_id, command.log_path)
 
@@ -170,11 +170,13 @@ class _Cluster:
         assert self._runtime_dir is not None
         address = proxy_address(self._runtime_dir)
         await run_api_server(
-            self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready, listening
+            *(self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready),
+            *(listening, self._fleet),
         )
 
     async def _on_ready(self, url: str) -> None:
         if not self._url.done():
+            self._fleet.serve()
             self._url.set_result(url)
 
     async def _until_ready(self, api: "asyncio.Task[None]") -> str:
@@ -218,14 +220,15 @@ class _Cluster:
         out.print(invitation(url, model, api_key), markup=False, soft_wrap=True)
         sys.stdout.flush()
 
-    def _on_worker_exit(self, worker_exit: WorkerExit) -> None:
-        self._clean = False
-        self._exits.put_nowait(worker_exit)
+    def _on_worker_down(self, down: WorkerDown) -> None:
+        self._clean = self._clean and down.drained
+        self._exits.put_nowait(down)
         if self._url.done():
-            text = f"twinpool: {worker_exit.cause}; its log is {worker_exit.log_path}"
-            self._console.print(text, style="red", markup=False, soft_wrap=True)
+            log_is = "" if down.drained else f"; its log is {down.exit.log_path}"
+            text = f"twinpool: {down.cause}; {down.outlook.text}{log_is}"
+            self._console.print(text, style="" if down.drained else "red", markup=False, soft_wrap=True)
         elif not self._lost_at_start.done():
-            self._lost_at_start.set_result(worker_exit)
+            self._lost_at_start.set_result(down.exit)
 
     def _api_failure(self, api: "asyncio.Task[None]") -> str:
         error = None if api.cancelled() else api.exception()
@@ -246,7 +249,7 @@ class _Cluster:
             grace_s = (
                 self._config.stop_timeout_s if self._url.done() else min(_START_GRACE_S, self._config.stop_timeout_s)
             )
-            await self._launcher.stop(grace_s)
+            await self._fleet.stop(grace_s)
         except LaunchError as error:
             self._fail(str(error), EXIT_FAILED)
         if self._runtime_dir is None:

@@ -8,13 +8,10 @@ import importlib.metadata
 import json
 import logging
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -27,9 +24,10 @@ from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
-from cluster.status import ClusterStatus
 from cluster.terminal.lab_commands import lab_app, plan_command
+from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status
 from cluster.terminal.status_tables import status_tables
+from cluster.terminal.worker_commands import drain, restart, role
 from cluster.worker_plan import WorkerPlan
 
 # What these commands do lies in rooms that this one may not import; it is named here and loaded when it is needed
@@ -37,7 +35,6 @@ from cluster.worker_plan import WorkerPlan
 SERVE_ENTRY = "proxy.serve:run_serve"
 
 EXIT_CONFIG = 2
-_STATUS_TIMEOUT_S = 5.0
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="LLM serving with separate prefill and decode pools."
@@ -84,27 +81,23 @@ def config_check(arguments: Arguments = None) -> None:
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="Where the cluster serves.")] = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="The answer as it is.")] = False,
-    api_key: Annotated[str, typer.Option(envvar="TWINPOOL_API_KEY", help="If the cluster wants one.")] = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Show pools, load, KV blocks and transfers of a running cluster."""
-    endpoint = f"{url.rstrip('/')}/twinpool/status"
-    request = urllib.request.Request(endpoint, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
-        with urllib.request.urlopen(request, timeout=_STATUS_TIMEOUT_S) as response:
-            body = response.read()
-        parsed = msgspec.json.decode(body, type=ClusterStatus)
-    except urllib.error.HTTPError as error:
-        with error:
-            _fail(f"{endpoint} answered {error.code} {error.reason}. Is it a twinpool, and is the --api-key right?", 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        _fail(f"no status from {endpoint}: {reason}. Is a cluster serving there? Name another address with --url.", 1)
+        body, parsed = fetch_status(url, api_key)
+    except CallFailed as error:
+        fail(str(error), 1)
     if as_json:
         sys.stdout.write(json.dumps(json.loads(body), indent=2) + "\n")
     else:
         _console().print(status_tables(parsed))
+
+
+for command in (drain, role, restart):
+    app.command()(command)
 
 
 @app.command()
@@ -122,7 +115,7 @@ def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig:
     files = [argument for argument in arguments or [] if "=" not in argument or Path(argument).is_file()]
     overrides = [argument for argument in arguments or [] if argument not in files]
     if len(files) > 1:
-        _fail(
+        fail(
             f"one configuration file expected, got {', '.join(files)}. Overrides have the form field=value.",
             EXIT_CONFIG,
         )
@@ -159,12 +152,7 @@ def _load_entry(entry: str) -> Callable[..., int]:
 
 
 def _refuse(error: ConfigError) -> NoReturn:
-    _fail("the configuration cannot be used:\n" + "\n".join(f"  {problem}" for problem in error.problems), EXIT_CONFIG)
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    Console(stderr=True).print(f"twinpool: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
-    sys.exit(code)
+    fail("the configuration cannot be used:\n" + "\n".join(f"  {problem}" for problem in error.problems), EXIT_CONFIG)
 
 
 def _console() -> Console:

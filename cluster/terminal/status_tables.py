@@ -5,10 +5,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.status import ClusterStatus
+from cluster.messages import LEAVE
+from cluster.status import ClusterStatus, WorkerStatus
 from cluster.terminal.demo import describe
 
-_STATE_STYLE = {"ready": "green", "starting": "yellow", "dead": "red"}
+_STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 
 
 def status_tables(status: ClusterStatus) -> RenderableType:
@@ -32,7 +33,7 @@ def _workers(status: ClusterStatus) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     for worker in status.workers:
         blocks = worker.blocks
-        state = Text(worker.state, style=_STATE_STYLE.get(worker.state, ""))
+        state = Text(_state(worker), style=_STATE_STYLE.get(worker.state, ""))
         numbers = (worker.running, worker.waiting, blocks.total, blocks.free, blocks.used, blocks.leased)
         transfers = f"{worker.exports_open} out" if worker.role == "prefill" else f"{worker.imports_open} in"
         table.add_row(worker.worker_id, state, *(f"{number:,}" for number in numbers), transfers)
@@ -42,12 +43,24 @@ def _workers(status: ClusterStatus) -> Table:
     return table
 
 
+def _state(worker: WorkerStatus) -> str:
+    """With the role, where the worker's name says another one."""
+    as_role = "" if worker.worker_id.startswith(f"{worker.role}-") else f", {worker.role}"
+    return f"{worker.state}{as_role}"
+
+
 def _remarks(status: ClusterStatus) -> list[Text]:
     """Why a worker is gone, its leases and failures, which link each uses and why, and who is not paired."""
     remarks = []
     for worker in status.workers:
         if worker.cause:
-            remarks.append(Text(f"{worker.worker_id}: {worker.cause}", style="dim"))
+            note = f"; {worker.note}" if worker.note else ""
+            remarks.append(Text(f"{worker.worker_id}: {worker.cause}{note}", style="dim"))
+        if worker.drains_to:
+            then = "leaves" if worker.drains_to == LEAVE else f"serves as {worker.drains_to}"
+            remarks.append(Text(f"{worker.worker_id} finishes what it has, then {then}", style="dim"))
+        if worker.starts:
+            remarks.append(Text(f"{worker.worker_id} was started again {worker.starts} times", style="dim"))
         for what, counts in (("holds leases", worker.leases), ("saw transfers fail", worker.transfer_failures)):
             if told := ", ".join(f"{count} x {name}" for name, count in counts.items() if count):
                 remarks.append(Text(f"{worker.worker_id} {what}: {told}", style="dim"))

@@ -1,27 +1,32 @@
 """Builds the answer of `GET /twinpool/status`."""
 
 import time
+from collections.abc import Mapping
 
-from cluster.status import BlockCounts, ClassStatus, ClusterStatus, WorkerStatus
+from cluster.status import BlockCounts, ClassStatus, ClusterStatus, LaunchNote, WorkerStatus
 from proxy.dispatch import Dispatcher
-from proxy.prefixes.prefix_feed import PrefixFeed
-from proxy.workers.roster import Roster, Worker
+from proxy.workers.administration import Administration
+from proxy.workers.roster import Worker
+from proxy.workers.worker_pool import WorkerPool
+
+NOTHING_TO_SAY = LaunchNote(False, "", 0)
 
 
-def report(model: str, roster: Roster, prefixes: PrefixFeed, dispatcher: Dispatcher) -> ClusterStatus:
+def report(model: str, pool: WorkerPool, dispatcher: Dispatcher, administration: Administration) -> ClusterStatus:
     """The cluster as the proxy sees it now."""
-    causes = roster.causes
+    roster = pool.roster
+    causes, notes = roster.causes, administration.notes()
     known = [
-        _worker(worker, causes.get(worker.worker_id, ""), prefixes.state(worker))
+        _worker(
+            worker,
+            causes.get(worker.worker_id, ""),
+            notes.get(worker.worker_id, NOTHING_TO_SAY),
+            pool.prefixes.state(worker),
+        )
         for worker in sorted(roster.workers.values(), key=lambda w: w.index)
     ]
     missing = [
-        WorkerStatus(
-            worker_id,
-            worker_id.rpartition("-")[0],
-            "dead" if worker_id in causes else "starting",
-            causes.get(worker_id, ""),
-        )
+        _missing(worker_id, causes, notes.get(worker_id, NOTHING_TO_SAY))
         for worker_id in roster.expected
         if worker_id not in roster.workers
     ]
@@ -40,22 +45,39 @@ def report(model: str, roster: Roster, prefixes: PrefixFeed, dispatcher: Dispatc
             ClassStatus(slo.name, slo.ttft_s, slo.itl_s, {str(outcome): count for outcome, count in outcomes.items()})
             for slo, outcomes in sorted(dispatcher.outcomes.items(), key=lambda item: item[0].name)
         ],
+        rolling_restart=administration.rolling,
     )
 
 
-def _state(worker: Worker) -> str:
+def _missing(worker_id: str, causes: Mapping[str, str], note: LaunchNote) -> WorkerStatus:
+    """A worker that has never said hello."""
+    return WorkerStatus(
+        worker_id=worker_id,
+        role=worker_id.rpartition("-")[0],
+        state="dead" if worker_id in causes and not note.starting else "starting",
+        cause=causes.get(worker_id, ""),
+        note=note.text,
+        starts=note.starts,
+    )
+
+
+def _state(worker: Worker, note: LaunchNote) -> str:
     if worker.alive:
         return "ready" if worker.takes_requests else "draining"
+    if note.starting:
+        return "starting"
     return "drained" if worker.lost_by == "drained" else "dead"
 
 
-def _worker(worker: Worker, cause: str, prefix_events: str) -> WorkerStatus:
+def _worker(worker: Worker, cause: str, note: LaunchNote, prefix_events: str) -> WorkerStatus:
     load = worker.load
     return WorkerStatus(
         worker_id=worker.worker_id,
         role=worker.role,
-        state=_state(worker),
+        state=_state(worker, note),
         cause="" if worker.alive else cause,
+        note="" if worker.alive else note.text,
+        starts=note.starts,
         drains_to=worker.drains_to if worker.alive else "",
         epoch=worker.hello.epoch,
         pid=worker.hello.pid,

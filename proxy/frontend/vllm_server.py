@@ -1,7 +1,8 @@
 """vLLM's API server around the cluster: configuration, `AsyncLLM`, application, HTTP.
 
 Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
-from `vllm.entrypoints.launchers`; a FastAPI application whose middlewares can still be changed.
+from `vllm.entrypoints.launchers`; a FastAPI application whose middlewares can still be changed;
+`AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key` or else `VLLM_API_KEY`.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import set_ulimit
@@ -33,6 +35,7 @@ from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.dispatch_settings import DispatchSettings
+from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.request_standing import RequestStanding
 from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
@@ -43,6 +46,7 @@ from proxy.health.cluster_health import ClusterHealth
 from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics
 from proxy.slo.rules import SloRules
+from proxy.workers.administration import Administration
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
@@ -103,6 +107,7 @@ class VllmServer:
     async def serve(
         self,
         pool: WorkerPool,
+        administration: Administration,
         settings: DispatchSettings,
         metrics: ProxyMetrics,
         supervised: Sequence["asyncio.Task[Any]"],
@@ -118,7 +123,7 @@ class VllmServer:
         health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
 
         def dress(app: FastAPI) -> FastAPI:
-            self._add_routes(app, client, pool)
+            self._add_routes(app, client, pool, administration)
             app.router.routes[:0] = probe_routes(health.faults, health.readiness(partial(self._probe, num_tokens)))
             return app
 
@@ -129,14 +134,19 @@ class VllmServer:
 
         await self.run(client, dress, start_up, supervised, stop)
 
-    def _add_routes(self, app: FastAPI, client: ClusterClient, pool: WorkerPool) -> None:
+    def _add_routes(
+        self, app: FastAPI, client: ClusterClient, pool: WorkerPool, administration: Administration
+    ) -> None:
         """The cluster's own routes. Further API server processes pass requests for them on to this one."""
         model = (self._args.served_model_name or [self._args.model])[0]
 
         @app.get("/twinpool/status")
         async def status() -> Response:
-            body = msgspec.json.encode(report(model, pool.roster, pool.prefixes, client.dispatcher))
+            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration))
             return Response(body, media_type="application/json")
+
+        keys = [key for key in (self._args.api_key or [envs.VLLM_API_KEY]) if key]
+        add_order_routes(app, administration, AuthenticationMiddleware(app, keys).verify_token if keys else None)
 
     async def _probe(self, num_tokens: int) -> None:
         """One generation for `/ready`."""

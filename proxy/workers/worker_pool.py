@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,12 +42,21 @@ class PoolListener(Protocol):
 class WorkerPool:
     """Owns the socket and the roster. Made and used on one event loop."""
 
-    def __init__(self, address: str, roster: Roster, liveness: LivenessConfig, metrics: ProxyMetrics) -> None:
+    def __init__(
+        self,
+        address: str,
+        roster: Roster,
+        liveness: LivenessConfig,
+        metrics: ProxyMetrics,
+        on_join: Callable[[str, str], None] = lambda _worker_id, _role: None,
+    ) -> None:
+        """`on_join` hears the id and the role of whoever joins, also of one that took another role."""
         self.epoch = uuid.uuid4().hex
         self.roster = roster
         self.prefixes = PrefixFeed(metrics.prefixes)
         self._liveness = liveness
         self._metrics = metrics
+        self._on_join = on_join
         self._listener: PoolListener | None = None
         self._changed = asyncio.Event()
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
@@ -197,6 +206,7 @@ class WorkerPool:
             )
             self.prefixes.forget(hello.worker_id)  # it tells everything anew
             self._introduce(admission.worker)
+            self._on_join(hello.worker_id, hello.role)
         if admission.changed:
             log.info("worker_changed worker=%s role=%s drains_to=%s", hello.worker_id, hello.role, hello.drains_to)
             self._pool_changed()

@@ -24,6 +24,7 @@ def spared_cluster(model_path: str, log_dir: Path) -> Iterator[SparedCluster]:
     config = cluster_config(model_path, free_port())
     for role, replicas in REPLICAS.items():
         config["pools"][role]["replicas"] = replicas
+    config["restart"] = "never"  # the dead are missed by the tests that follow
     config["pools"]["decode"]["engine"] |= {"max_num_seqs": 2, "num_gpu_blocks_override": 64}
     server = Server(twinpool("cluster-chaos", config, log_dir), log_dir)
     try:

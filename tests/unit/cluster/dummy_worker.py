@@ -1,6 +1,6 @@
 """A process that stands for a worker host: it starts a child and a grandchild, as an engine would.
 
-Usage: dummy_worker.py PIDS_FILE [obedient|stubborn|crash]. The file gets the three pids.
+Usage: dummy_worker.py PIDS_FILE [obedient|stubborn|crash|leaves]. The file gets the three pids.
 """
 
 import os
@@ -41,6 +41,8 @@ def main() -> None:
     sys.stdout.flush()
     if behaviour == "crash":
         raise ValueError("the dummy had enough")
+    if behaviour == "leaves":
+        os._exit(0)
     child.wait()
 
 

@@ -43,6 +43,8 @@ def free_port() -> int:
 class Gone:
     worker_id: str
     cause: str
+    drained: bool = False
+    returns: bool = False
 
 
 @dataclass

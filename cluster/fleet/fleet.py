@@ -1,0 +1,164 @@
+"""The workers of a cluster run: started together, and each one again when it ended and should not have.
+
+Until `serve` is called nothing is started again: a worker that dies while the cluster starts fails the start.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.fleet.restarts import Mode, Outlook, Restarts, StartAgain, StayDown
+from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
+from cluster.status import LaunchNote
+
+log = logging.getLogger("twinpool.launcher")
+
+END_GRACE_S = 3.0
+"""For a worker that is ended because it does not leave."""
+
+
+@dataclass(frozen=True)
+class WorkerDown:
+    """A worker's process ended; the proxy gives it up."""
+
+    exit: WorkerExit
+    outlook: Outlook
+
+    @property
+    def worker_id(self) -> str:
+        return self.exit.worker_id
+
+    @property
+    def cause(self) -> str:
+        return self.exit.cause
+
+    @property
+    def drained(self) -> bool:
+        """It left because it was told to."""
+        return self.exit.returncode == 0
+
+    @property
+    def returns(self) -> bool:
+        return isinstance(self.outlook, StartAgain)
+
+
+class Fleet:
+    """Owns the launcher. `on_down` is called in the event loop at once when a worker's process ends."""
+
+    def __init__(self, mode: Mode, on_down: Callable[[WorkerDown], None]) -> None:
+        self.launcher = LocalLauncher(self._ended)
+        self._restarts = Restarts(mode)
+        self._on_down = on_down
+        self._serving = False
+        self._commands: dict[str, WorkerCommand] = {}
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        """To come or on their way; the newest per worker."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._notes: dict[str, LaunchNote] = {}
+
+    async def start(self, commands: Sequence[WorkerCommand]) -> None:
+        """Starts every worker; raises `LaunchError` when one cannot even be started."""
+        self._commands.update({command.worker_id: command for command in commands})
+        await self.launcher.start(commands)
+
+    def serve(self) -> None:
+        """The cluster is up: from now on workers are started again."""
+        self._serving = True
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends every worker; raises `LaunchError` naming processes that survive that."""
+        self._serving = False
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.launcher.stop(grace_s)
+
+    # ------------------------------------------------------------------------------------- what the proxy tells
+
+    def joined(self, worker_id: str, role: str) -> None:
+        """A worker is in the cluster, serving in this role; if it is started again, then in the same."""
+        self._restarts.joined(worker_id, time.monotonic())
+        command = self._commands.get(worker_id)
+        if command is not None and command.role != role:
+            self._commands[worker_id] = in_role(command, role)
+        if worker_id in self._notes:
+            self._notes[worker_id] = LaunchNote(False, "", self._notes[worker_id].starts)
+
+    def keep_down(self, worker_id: str) -> None:
+        """It is told to leave, and is not started again when it has."""
+        self._restarts.order(worker_id, "stay")
+
+    def start_when_gone(self, worker_id: str) -> None:
+        """It is told to leave, and is started again when it has."""
+        self._restarts.order(worker_id, "start")
+
+    def knows(self, worker_id: str) -> bool:
+        """Whether its process was started here."""
+        return worker_id in self._commands
+
+    def start_now(self, worker_id: str) -> None:
+        """Starts a worker's process; one that runs is ended first, with everything that it has."""
+        self._restarts.forgive(worker_id)
+        self._note(worker_id, True, "it is started again, as it was told")
+        if (pending := self._starts.pop(worker_id, None)) is not None:
+            pending.cancel()
+        if self.launcher.runs(worker_id):
+            self._restarts.order(worker_id, "start")
+            self._spawn(self.launcher.end(worker_id, END_GRACE_S), f"end {worker_id}")
+        else:
+            self._start_in(worker_id, 0.0)
+
+    def notes(self) -> Mapping[str, LaunchNote]:
+        """What is to be said about workers whose process has ended in this run."""
+        return self._notes
+
+    # ---------------------------------------------------------------------------------------------- one worker
+
+    def _ended(self, worker_exit: WorkerExit) -> None:
+        worker_id = worker_exit.worker_id
+        outlook: Outlook = StayDown("the cluster is not up yet")
+        if self._serving:
+            outlook = self._restarts.ended(worker_id, worker_exit.returncode, time.monotonic())
+            self._follow(worker_id, outlook)
+        self._on_down(WorkerDown(worker_exit, outlook))
+
+    def _follow(self, worker_id: str, outlook: Outlook) -> None:
+        starts_again = isinstance(outlook, StartAgain)
+        log.log(logging.INFO if starts_again else logging.WARNING, "worker_down worker=%s %s", worker_id, outlook.text)
+        self._note(worker_id, starts_again, outlook.text)
+        if isinstance(outlook, StartAgain):
+            self._start_in(worker_id, outlook.after_s)
+
+    def _note(self, worker_id: str, starting: bool, text: str, starts: int = 0) -> None:
+        known = self._notes.get(worker_id)
+        self._notes[worker_id] = LaunchNote(starting, text, (known.starts if known else 0) + starts)
+
+    def _start_in(self, worker_id: str, after_s: float) -> None:
+        self._starts[worker_id] = self._spawn(self._start_again(worker_id, after_s), f"start {worker_id}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
+
+    async def _start_again(self, worker_id: str, after_s: float) -> None:
+        await self.launcher.until_gone(worker_id)
+        await asyncio.sleep(after_s)
+        try:
+            await self.launcher.start([self._commands[worker_id]])
+        except LaunchError as error:
+            log.error("worker_not_started worker=%s error=%s", worker_id, error)
+            self._follow(worker_id, self._restarts.ended(worker_id, 1, time.monotonic()))
+            return
+        self._note(worker_id, True, "it was started again", 1)

@@ -1,0 +1,74 @@
+"""How commands speak to a cluster that serves: its status, and orders about its workers."""
+
+import sys
+import urllib.error
+import urllib.request
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+
+from cluster.orders import Accepted, DrainOrder, Refusal, RestartOrder, RoleOrder
+from cluster.status import ClusterStatus
+
+_TIMEOUT_S = 5.0
+
+Url = Annotated[str, typer.Option(help="Where the cluster serves.")]
+ApiKey = Annotated[str, typer.Option(envvar="TWINPOOL_API_KEY", help="If the cluster wants one.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class CallFailed(Exception):
+    """No answer, or a refusal; a sentence for the operator."""
+
+
+def fetch_status(url: str, api_key: str) -> tuple[bytes, ClusterStatus]:
+    """The status as it came and as it reads; raises `CallFailed`."""
+    endpoint = f"{url.rstrip('/')}/twinpool/status"
+    body = _call(endpoint, api_key, "status", None)
+    try:
+        return body, msgspec.json.decode(body, type=ClusterStatus)
+    except msgspec.DecodeError as error:
+        raise CallFailed(_nobody(endpoint, "status", str(error))) from error
+
+
+def give_order(url: str, api_key: str, path: str, order: DrainOrder | RoleOrder | RestartOrder) -> Accepted:
+    """What the cluster will do; raises `CallFailed`, also if it refuses."""
+    endpoint = f"{url.rstrip('/')}/twinpool/{path}"
+    body = _call(endpoint, api_key, "answer", msgspec.json.encode(order))
+    try:
+        return msgspec.json.decode(body, type=Accepted)
+    except msgspec.DecodeError as error:
+        raise CallFailed(_nobody(endpoint, "answer", str(error))) from error
+
+
+def _call(endpoint: str, api_key: str, what: str, body: bytes | None) -> bytes:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(endpoint, body, headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            answer: bytes = response.read()
+            return answer
+    except urllib.error.HTTPError as error:
+        with error:
+            raise CallFailed(_refusal(endpoint, error)) from error
+    except (OSError, ValueError) as error:
+        raise CallFailed(_nobody(endpoint, what, str(getattr(error, "reason", error)))) from error
+
+
+def _refusal(endpoint: str, error: urllib.error.HTTPError) -> str:
+    try:
+        return msgspec.json.decode(error.read(), type=Refusal).error.message
+    except (msgspec.DecodeError, OSError):
+        return f"{endpoint} answered {error.code} {error.reason}. Is it a twinpool, and is the --api-key right?"
+
+
+def _nobody(endpoint: str, what: str, reason: str) -> str:
+    return f"no {what} from {endpoint}: {reason}. Is a cluster serving there? Name another address with --url."
+
+
+def fail(text: str, code: int) -> NoReturn:
+    """Ends the command with a sentence on standard error."""
+    Console(stderr=True).print(f"twinpool: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(code)

@@ -1,0 +1,51 @@
+"""`POST /twinpool/...`: orders about workers. vLLM's own check of the API key covers `/v1` only, so it is made here."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+
+from cluster.orders import Accepted, DrainOrder, Refusal, RefusalText, RestartOrder, RoleOrder
+from proxy.workers.administration import Administration, OrderRefused
+
+Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder)
+
+
+def add_order_routes(
+    app: FastAPI, administration: Administration, may_order: Callable[[Headers], bool] | None = None
+) -> None:
+    """`may_order` says whether a request carries an API key; without it everybody who reaches the server may."""
+
+    async def carry_out(request: Request, kind: type[Order], act: Callable[[Order], Accepted]) -> Response:
+        if may_order is not None and not may_order(request.headers):
+            return _reply(401, _refusal(401, "the API key is missing or wrong"))
+        try:
+            order = msgspec.json.decode(await request.body() or b"{}", type=kind)
+            return _reply(202, act(order))
+        except msgspec.DecodeError as error:  # also for fields that are wrong
+            return _reply(400, _refusal(400, f"this is no order for {request.url.path}: {error}"))
+        except OrderRefused as refused:
+            return _reply(refused.status, _refusal(refused.status, str(refused)))
+
+    @app.post("/twinpool/workers/{worker_id}/drain")
+    async def drain(worker_id: str, request: Request) -> Response:
+        return await carry_out(request, DrainOrder, lambda order: administration.drain(worker_id, order))
+
+    @app.post("/twinpool/workers/{worker_id}/role")
+    async def role(worker_id: str, request: Request) -> Response:
+        return await carry_out(request, RoleOrder, lambda order: administration.set_role(worker_id, order))
+
+    @app.post("/twinpool/restart")
+    async def restart(request: Request) -> Response:
+        return await carry_out(request, RestartOrder, administration.restart)
+
+
+def _refusal(code: int, message: str) -> Refusal:
+    return Refusal(RefusalText(message, code))
+
+
+def _reply(status: int, body: Accepted | Refusal) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")
