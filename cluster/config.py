@@ -3,7 +3,7 @@
 `config_file.py` reads it from a YAML file and from overrides; `config_checks.py` checks what needs this machine.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -250,6 +250,50 @@ class LivenessConfig(ConfigNode):
         return self
 
 
+class SimulationConfig(ConfigNode):
+    """What simulated engines cost. The defaults resemble a 70B model on four large GPUs per worker."""
+
+    enabled: bool = Field(default=False, description="Set by `engine: simulated`; not meant to be given by hand.")
+    speed: Literal["modelled", "instant"] = Field(
+        default="modelled", description="`instant`: engines and transfers cost nothing, whatever is given below."
+    )
+    time_scale: float = Field(
+        default=1.0, gt=0, le=1000, description="How many times faster than the modelled hardware everything runs."
+    )
+    prefill_tokens_per_s: float = Field(default=8000.0, gt=0, description="Prompt tokens that one worker computes.")
+    chunk_s: float = Field(default=0.005, ge=0, description="Fixed seconds of a step that computes prompt tokens.")
+    attention_s_per_pair: float = Field(
+        default=2e-10, ge=0, description="Seconds per pair of a prompt token and a token before it: the quadratic part."
+    )
+    decode_step_s: float = Field(default=0.02, ge=0, description="Fixed seconds of a step that generates tokens.")
+    decode_s_per_sequence: float = Field(default=5e-5, ge=0, description="Seconds more per sequence in that step.")
+    decode_s_per_kv_token: float = Field(default=1e-8, ge=0, description="Seconds more per token of their KV.")
+    jitter: float = Field(
+        default=0.0, ge=0, lt=1, description="Steps and transfers take up to this share more or less, at random."
+    )
+    seed: int = Field(default=0, description="Of that randomness.")
+    num_blocks: int = Field(default=8192, ge=1, description="KV blocks of a worker.")
+    block_size: int = Field(default=16, ge=1, le=1024, description="Tokens per KV block.")
+    max_num_batched_tokens: int = Field(default=2048, ge=1, description="Tokens of one step, prompts and decodes.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Sequences that run at once on a worker.")
+    max_model_len: int | None = Field(
+        default=None, ge=8, description="Tokens of prompt and answer. Empty: what the model and the blocks allow."
+    )
+    prefix_caching: bool = Field(default=True, description="Blocks of a known prompt cost nothing.")
+    eos_every: int = Field(
+        default=200, ge=0, description="About one generated token in so many ends the answer. 0: none does."
+    )
+    kv_bytes_per_token: int = Field(default=327_680, ge=0, description="Bytes to transfer per prompt token.")
+    transfer_gb_per_s: float = Field(default=20.0, gt=0, description="At which a decode worker receives, in 1e9.")
+    start_s: float = Field(default=0.0, ge=0, description="Seconds until a worker is up.")
+    workers_per_process: int = Field(
+        default=16,
+        ge=1,
+        le=256,
+        description="Workers of one process, which die together. 1: each has its own.",
+    )
+
+
 class ClusterConfig(ConfigNode):
     """Everything about a cluster."""
 
@@ -258,7 +302,12 @@ class ClusterConfig(ConfigNode):
     )
     served_model_name: str | None = Field(default=None, description="Name in the API. Empty: the model's own name.")
     engine: EngineOptions = Field(
-        default_factory=dict, description="vLLM engine options of every worker and of the proxy, by vLLM's own names."
+        default_factory=dict,
+        description="vLLM engine options of every worker and of the proxy, by vLLM's own names; or the word "
+        "`simulated`: no engines, workers with a cost model in their place.",
+    )
+    simulation: SimulationConfig = Field(
+        default_factory=SimulationConfig, description="With `engine: simulated`: what the engines cost."
     )
     pools: PoolsConfig = Field(default_factory=PoolsConfig, description="The workers.")
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="Moving KV blocks.")
@@ -275,6 +324,29 @@ class ClusterConfig(ConfigNode):
         default="on_failure",
         description="When a worker's process is started again: after a failure, never, or also after a SIGTERM.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulated_is_a_kind_of_engine(cls, tree: object) -> object:
+        if not isinstance(tree, Mapping) or tree.get("engine") != "simulated":
+            return tree
+        simulation = tree.get("simulation")
+        if simulation is not None and not isinstance(simulation, Mapping):
+            return {**tree, "engine": {}}
+        return {**tree, "engine": {}, "simulation": {**(simulation or {}), "enabled": True}}
+
+    @model_validator(mode="after")
+    def _nobody_pays_attention_to_a_simulation_that_is_off(self) -> "ClusterConfig":
+        if self.simulation.enabled:
+            options = [name for name in ("prefill", "decode") if self.pools.of(name).engine]
+            if self.engine or options:
+                where = "engine" if self.engine else f"pools.{options[0]}.engine"
+                raise ValueError(
+                    f"simulated engines take no vLLM options, found some in {where}; use the fields of simulation"
+                )
+        elif self.simulation != SimulationConfig():
+            raise ValueError("simulation is given and the engines are real; set engine=simulated, or remove simulation")
+        return self
 
     @model_validator(mode="after")
     def _someone_decodes(self) -> "ClusterConfig":

@@ -69,6 +69,13 @@ class WorkerCommand:
     argv: Sequence[str]
     env: Mapping[str, str]
     log_path: Path
+    others: Sequence[tuple[str, str]] = ()
+    """Further workers, id and role, that live in the same process and end with it."""
+
+    @property
+    def workers(self) -> list[tuple[str, str]]:
+        """Id and role of every worker in the process."""
+        return [(self.worker_id, self.role), *self.others]
 
 
 def make_runtime_dir() -> Path:
@@ -190,34 +197,36 @@ class LocalLauncher:
                 )
         except OSError as error:
             raise LaunchError(f"cannot start worker {command.worker_id}: {error}") from error
-        self._groups[command.worker_id] = process.pid
-        self._running.add(command.worker_id)
+        self._groups.update({worker_id: process.pid for worker_id, _ in command.workers})
+        self._running.update(worker_id for worker_id, _ in command.workers)
         self._tell_watchdog("+", process.pid)
         log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
         self._watchers[command.worker_id] = asyncio.create_task(self._watch(command, process, log_start))
 
     async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process, log_start: int) -> None:
         returncode = await process.wait()
-        self._running.discard(command.worker_id)
+        self._running.difference_update(worker_id for worker_id, _ in command.workers)
         group = process.pid
         if not self._stopping:
             lines = last_lines(command.log_path, log_start)
-            self._on_exit(
-                WorkerExit(
-                    worker_id=command.worker_id,
-                    role=command.role,
-                    pid=group,
-                    returncode=returncode,
-                    cause=describe_exit(command.worker_id, returncode, lines),
-                    last_lines=tuple(lines[-_LAST_LINES:]),
-                    log_path=command.log_path,
+            for worker_id, role in command.workers:
+                self._on_exit(
+                    WorkerExit(
+                        worker_id=worker_id,
+                        role=role,
+                        pid=group,
+                        returncode=returncode,
+                        cause=describe_exit(worker_id, returncode, lines),
+                        last_lines=tuple(lines[-_LAST_LINES:]),
+                        log_path=command.log_path,
+                    )
                 )
-            )
         # vLLM's children notice that their host is gone, but not at any moment of their start.
         watchdog.signal_members(group, signal.SIGTERM)
         await _until_gone([group], _ORPHAN_GRACE_S)
         await _kill([group])
-        self._groups.pop(command.worker_id, None)
+        for worker_id, _ in command.workers:
+            self._groups.pop(worker_id, None)
         self._tell_watchdog("-", group)
         log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
 
@@ -248,7 +257,7 @@ class LocalLauncher:
         processes that survived even that.
         """
         self._stopping = True
-        groups = list(self._groups.values())
+        groups = sorted(set(self._groups.values()))
         for group in groups:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(group, signal.SIGINT)  # SIGTERM would let it finish its requests

@@ -44,6 +44,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     supported_tasks: list[str]
     prefix_events: bool = False
     """It tells what its prefix cache holds (`CacheEvents`)."""
+    simulated: bool = False
+    """There is no engine: a cost model takes its time and invents its tokens."""
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True):

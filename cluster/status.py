@@ -57,6 +57,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Per peer address: the link in use and why, or the reason of a refusal."""
     prefix_events: str = ""
     """What its prefix cache holds is `known`, `unknown` (events are missing), or not told (`off`)."""
+    simulated: bool = False
+    """It has no engine: a cost model takes its time and invents its tokens."""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -33,6 +33,8 @@ class WorkerPlan:
     """Variables to set on top of the machine's environment."""
     cores: tuple[tuple[int, ...], ...]
     """Per rank, the logical CPUs its compute threads are bound to; empty where vLLM or the operator decides."""
+    simulated: bool = False
+    """There is no engine, see `cluster.simulated`."""
 
 
 def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:

@@ -74,6 +74,9 @@ class ProxyMetrics:
         self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
         self.workers_alive = gauge("workers_alive", "Living workers, also those that drain.", "role")
         self.workers_draining = gauge("workers_draining", "Living workers that take no new requests.", "role")
+        self.workers_simulated = gauge(
+            "workers_simulated", "Living workers without an engine: if not 0, times come from a cost model."
+        )
         self.requests_open = gauge("requests_open", "Requests in the proxy.", "stage")
         self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker; free + used + leased = total.", "worker", "state")
         self.worker_requests = gauge("worker_requests", "Requests in a worker's engine.", "worker", "state")
@@ -192,8 +195,9 @@ class ProxyMetrics:
         for stage in STAGES:
             self.requests_open.labels(stage).set(stages.count(stage))
 
-    def observe_alive(self, alive: Mapping[str, int], draining: Sequence[str] = ()) -> None:
-        """Living workers by role, and the role of each that drains."""
+    def observe_alive(self, alive: Mapping[str, int], draining: Sequence[str] = (), num_simulated: int = 0) -> None:
+        """Living workers by role, the role of each that drains, and how many have no engine."""
+        self.workers_simulated.set(num_simulated)
         for role, count in alive.items():
             self.workers_alive.labels(role).set(count)
             self.workers_draining.labels(role).set(draining.count(role))

@@ -27,8 +27,9 @@ from cluster.launch_local import (
 )
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.machine import Machine, detect_machine
-from cluster.preflight.model_facts import read_model_facts
+from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
+from cluster.simulated.launch import simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
@@ -36,6 +37,8 @@ from cluster.worker_plan import WorkerPlan
 from proxy.listening import ListenError, listening_socket
 
 log = logging.getLogger("twinpool.serve")
+
+SIMULATED_SUFFIX = "-simulated"
 
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
@@ -125,10 +128,11 @@ class _Cluster:
                 check_config(self._config, machine, facts)
             with self._screen.stage("model"):
                 model = await self._model()
-                plans = check_config(self._config, machine, read_model_facts(model))
+                facts = read_model_facts(model)
+                plans = check_config(self._config, machine, facts)
             with self._screen.stage("workers"):
                 listening = self._listen()
-                await self._start_workers(plans, machine, model)
+                await self._start_workers(plans, machine, model, facts)
                 api = asyncio.create_task(self._run_api_server(model, listening), name="api-server")
                 url = await self._until_ready(api)
         try:
@@ -137,16 +141,24 @@ class _Cluster:
             api.cancel()
 
     async def _model(self) -> str:
+        name = self._config.served_model_name or self._config.model or EMBEDDED_MODEL_NAME
+        if self._config.simulation.enabled and not self._config.served_model_name:
+            name += SIMULATED_SUFFIX  # clients shall see it in every reply
+        self._config = self._config.model_copy(update={"served_model_name": name})
         if self._config.model is None:
-            self._config = self._config.model_copy(
-                update={"served_model_name": self._config.served_model_name or EMBEDDED_MODEL_NAME}
-            )
             return str(await ensure_embedded_model(self._screen.detail))
         return str(Path(self._config.model).expanduser()) if self._config.model.startswith("~") else self._config.model
 
-    async def _start_workers(self, plans: list[WorkerPlan], machine: Machine, model: str) -> None:
-        self._runtime_dir = make_runtime_dir()
-        commands = [worker_command(plan, self._config, model, self._runtime_dir, machine.environ) for plan in plans]
+    async def _start_workers(
+        self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
+    ) -> None:
+        self._runtime_dir = directory = make_runtime_dir()
+        if self._config.simulation.enabled:
+            commands = simulated_commands(plans, self._config, model, facts, directory, machine.environ)
+            await self._fleet.start(commands)
+            self._screen.detail(f"{len(plans)} SIMULATED workers, processes: {len(commands)}; no engine runs")
+            return
+        commands = [worker_command(plan, self._config, model, directory, machine.environ) for plan in plans]
         await self._fleet.start(commands)
         for command in commands:
             self._screen.worker_started(command.worker_id, command.log_path)

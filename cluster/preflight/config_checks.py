@@ -10,6 +10,7 @@ from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts, kv_element_bytes
 from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
+from cluster.simulated.launch import plan_simulated_workers, simulation_problems
 from cluster.worker_plan import WorkerPlan, plan_workers
 
 _CPU_BLOCK_MULTIPLE = 32
@@ -22,6 +23,11 @@ _ROLES: tuple[Role, Role] = ("prefill", "decode")
 def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | None) -> list[WorkerPlan]:
     """The plan of a configuration that can be started here; raises `ConfigError` with every problem found."""
     problems = [*vllm_option_problems(config, installed_vllm_options()), *port_problems(config)]
+    if config.simulation.enabled:
+        problems += [*simulation_problems(config), *slo_problems(config)]
+        if problems:
+            raise ConfigError(problems)
+        return plan_simulated_workers(config)
     problems += [*number_problems(config), *parallel_problems(config, model), *slo_problems(config)]
     if problems:
         raise ConfigError(problems)

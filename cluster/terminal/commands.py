@@ -140,6 +140,8 @@ def _plan_table(plans: list[WorkerPlan], machine: Machine) -> Table:
         where = " | ".join(",".join(map(str, cores)) for cores in plan.cores)
         if not machine.on_cpu:
             where = plan.env.get("CUDA_VISIBLE_DEVICES", "")
+        if plan.simulated:
+            where = "simulated"
         options = "\n".join(f"{name}: {value}" for name, value in plan.engine.items())
         table.add_row(plan.worker_id, where or "as the operator says", escape(options))
     return table

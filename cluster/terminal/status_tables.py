@@ -15,7 +15,7 @@ _STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "yellow", "d
 def status_tables(status: ClusterStatus) -> RenderableType:
     """Workers with load and KV blocks, links, hand-overs, and the last request."""
     head = Text(f"{status.model}: {status.requests_running} running, {status.requests_waiting} waiting")
-    parts: list[RenderableType] = [head, _workers(status), *_remarks(status), _links(status)]
+    parts: list[RenderableType] = [head, *_simulated(status), _workers(status), *_remarks(status), _links(status)]
     if status.classes:
         parts.append(_classes(status))
     outcomes = [f"{count} {name}" for name, count in status.transfers.items()]
@@ -24,6 +24,15 @@ def status_tables(status: ClusterStatus) -> RenderableType:
     if status.last_request is not None:
         parts.append(Text(f"Last hand-over: {describe(status.last_request.ttft_s, status.last_request)}"))
     return Group(*parts)
+
+
+def _simulated(status: ClusterStatus) -> list[Text]:
+    """A line that nobody overlooks when workers are only simulated."""
+    count = sum(worker.simulated for worker in status.workers)
+    if not count:
+        return []
+    which = "All workers are" if count == len(status.workers) else f"{count} of {len(status.workers)} workers are"
+    return [Text(f"{which} SIMULATED: no engine runs, times come from a cost model, answers mean nothing", "yellow")]
 
 
 def _workers(status: ClusterStatus) -> Table:

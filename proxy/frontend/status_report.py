@@ -94,4 +94,5 @@ def _worker(worker: Worker, cause: str, note: LaunchNote, prefix_events: str) ->
         heard_ago_s=max(0.0, time.monotonic() - worker.heard_s),
         peers=load.peers if load is not None else {},
         prefix_events=prefix_events,
+        simulated=worker.hello.engine.simulated,
     )

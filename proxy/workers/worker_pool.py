@@ -266,6 +266,7 @@ class WorkerPool:
         self._metrics.observe_alive(
             {role: len(self.roster.alive(role)) for role in ("prefill", "decode")},
             [worker.role for worker in self.roster.draining()],
+            sum(worker.hello.engine.simulated for worker in self.roster.alive()),
         )
         self._changed.set()
         if self._listener is not None:

@@ -1,0 +1,408 @@
+"""One simulated worker: to the proxy and to other workers it is what `cluster.worker_host` is around an engine."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from cluster import messages as wire
+from cluster.frames import BadFrame, reader
+from cluster.host.drain import Carried
+from cluster.host.drain_watch import DrainWatch
+from cluster.simulated.engine.cost import CostModel
+from cluster.simulated.engine.events import ExportStarted, ImportCancelled, ImportOpened, ImportPlaced
+from cluster.simulated.engine.paged_engine import SimulatedEngine
+from cluster.simulated.engine.vllm_frames import (
+    Finish,
+    Output,
+    Outputs,
+    RequestUnreadable,
+    outputs_frames,
+    read_request,
+)
+from cluster.simulated.engine.vocabulary import Vocabulary
+from cluster.simulated.reports import hello, load
+from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName
+from cluster.simulated.transfers.exports import Exports
+from cluster.simulated.transfers.imports import LINK, Imports
+from cluster.simulated.transfers.messages import Failed, Held, PeerMessage, Release, Wanted
+from cluster.simulated.transfers.peer_exchange import PeerExchange
+from cluster.simulated.utilities import answer_utility
+
+log = logging.getLogger("twinpool.simulated")
+
+_GOODBYE_S = 0.5
+_OUTBOX_S = 1.0
+_LATE_S = 0.1
+"""A machine that is so far behind the modelled one does not try to catch up."""
+
+
+class Left(Exception):
+    """The worker must leave; the text is the cause, for the proxy and the log."""
+
+    def __init__(self, cause: str, exit_code: int) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.exit_code = exit_code
+
+
+class SimulatedWorker:
+    """One life of one worker. `run` returns the exit code."""
+
+    def __init__(
+        self, name: SimulatedWorkerName, settings: SimulatedSettings, context: zmq.asyncio.Context, peers: PeerExchange
+    ) -> None:
+        self._name, self._worker_id = name, name.worker_id
+        self._settings = settings
+        self.epoch = uuid.uuid4().hex
+        simulation, transfer = settings.simulation, settings.transfer
+        cost = CostModel(simulation, name.worker_id)
+        vocabulary = Vocabulary(settings.words, simulation.eos_every)
+        self._engine = SimulatedEngine(simulation, settings.max_model_len, cost, vocabulary)
+        self._exports = Exports(transfer.lease_first_s, transfer.lease_renew_s)
+        self._imports = Imports(
+            peers.address,
+            self.epoch,
+            simulation.kv_bytes_per_token,
+            simulation.block_size,
+            transfer.peer_lost_after_s,
+            cost.transfer_s,
+        )
+        self._peers = peers
+        self._proxy = context.socket(zmq.DEALER)
+        self._proxy.setsockopt(zmq.LINGER, 500)  # time for a last Goodbye
+        self._proxy.setsockopt(zmq.IDENTITY, f"{name.worker_id}.{self.epoch}".encode())
+        self._outbox: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
+        self._work_came = asyncio.Event()
+        self._transfers_moved = asyncio.Event()
+        self._asleep = False
+        self._at_work = False
+        self._drain = DrainWatch(name.worker_id, name.role, self._carried, self._say_hello, self._drop_everything)
+        self._last_work_s = -math.inf
+        self._proxy_epoch = ""
+        self._proxy_heard_at_s = 0.0
+        self._proxies_lost = 0
+        self._bad_frames = 0
+        self._num_running = 0
+        self._num_waiting = 0
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until `stop` is set, it is drained, the proxy sends it away, or it fails."""
+        cause, exit_code = "stopped", 0
+        self._peers.join(self.epoch, self._on_peer)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._leave_when_told(stop))
+                tasks.create_task(self._work(tasks))
+        except* Left as group:
+            left = _first(group)
+            assert isinstance(left, Left)
+            cause, exit_code = left.cause, left.exit_code
+        except* Exception as group:
+            error = _first(group)
+            cause, exit_code = f"{type(error).__name__}: {error}", 1
+            log.exception("worker_failed worker=%s", self._worker_id, exc_info=error)
+        log.info("worker_leaving worker=%s cause=%s", self._worker_id, cause)
+        await self._close(cause)
+        return exit_code
+
+    async def _leave_when_told(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        raise Left("told to stop", 0)
+
+    def drain(self) -> bool:
+        """Finishes what it has and leaves; False if that was said before, or it is not up yet."""
+        if not self._at_work or self._drain.goal == wire.LEAVE:
+            return False
+        self._drain.order(wire.LEAVE, self._settings.drain_timeout_s)
+        return True
+
+    async def _leave_when_drained(self) -> None:
+        cause = await self._drain.run()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._outbox.join(), _OUTBOX_S)  # what it has said comes before its Goodbye
+        raise Left(cause, 0)
+
+    def _carried(self) -> Carried:
+        transfers = sum(self._exports.leases.values()) + len(self._imports)
+        return Carried(len(self._engine.request_ids), transfers, self._last_work_s, bool(self._proxy_epoch))
+
+    def _worked(self) -> None:
+        self._last_work_s = time.monotonic()
+        self._drain.nudge()
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(self._settings.simulation.start_s / self._settings.simulation.time_scale)
+        self._proxy.connect(self._settings.proxy_address)
+        for part in (self._send_to_proxy, self._read_proxy, self._beat, self._compute, self._transfer, self._renew):
+            tasks.create_task(part())
+        tasks.create_task(self._leave_when_drained())
+        self._at_work = True
+
+    async def _close(self, cause: str) -> None:
+        self._peers.leave(self.epoch)
+        if self._proxy_heard_at_s:
+            goodbye = wire.Goodbye(self._worker_id, self.epoch, cause)
+            try:
+                await asyncio.wait_for(self._proxy.send_multipart([self._encoder.encode(goodbye)]), _GOODBYE_S)
+            except (TimeoutError, zmq.ZMQError) as error:
+                log.warning("goodbye_not_sent worker=%s error=%s", self._worker_id, error)
+        self._proxy.close()
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    async def _compute(self) -> None:
+        """Step after step, each as long as the cost model says."""
+        due_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            step = None if self._asleep else self._engine.plan(now_s)
+            self._note_engine_events(now_s)
+            if step is None:
+                self._work_came.clear()
+                await self._work_came.wait()
+                due_s = time.monotonic()
+                continue
+            # Timers are late by up to a millisecond; the next step makes up for it.
+            due_s = max(due_s, now_s - _LATE_S) + step.seconds
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            now_s = time.monotonic()
+            outputs = self._engine.finish(step, now_s)
+            self._note_engine_events(now_s)
+            stats = self._engine.take_stats()
+            self._num_running, self._num_waiting = stats.num_running_reqs, stats.num_waiting_reqs
+            if any(output.finish_reason is not None for output in outputs):
+                self._worked()
+            frames = outputs_frames(Outputs(outputs=outputs, scheduler_stats=stats, timestamp=now_s))
+            self._tell_proxy(wire.Outputs(self.epoch), frames)
+
+    def _note_engine_events(self, now_s: float) -> None:
+        """Tells transfers what the engine did, and the proxy what it wants to know of that."""
+        events, self._engine.events = self._engine.events, []
+        if not events:
+            return
+        for event in events:
+            if isinstance(event, ImportOpened | ImportPlaced | ImportCancelled):
+                self._peers.send(self._imports.engine_says(event, now_s))
+            else:
+                self._peers.send(self._exports.engine_says(event, now_s))
+            if isinstance(event, ExportStarted):
+                self._tell_proxy(wire.PrefillStarted(event.transfer_id))
+        self._settle(now_s)
+
+    # --- transfers -------------------------------------------------------------------------------
+
+    def _settle(self, now_s: float) -> None:
+        """Acts on transfers that have ended."""
+        self._peers.send(self._imports.close_what_ended(now_s))
+        closed, self._imports.closed = self._imports.closed, []
+        for end in closed:
+            if end.outcome != "cancelled":
+                self._engine.close_import(end.transfer_id, end.num_valid_tokens, end.first_token)
+            self._tell_proxy(
+                wire.HandoverClosed(
+                    transfer_id=end.transfer_id,
+                    outcome=end.outcome,
+                    failure_kind=end.failure_kind,
+                    link=LINK,
+                    bytes_moved=end.bytes_moved,
+                    num_tokens=end.num_tokens,
+                    attached_to_done_s=end.attached_to_done_s,
+                    done_to_loaded_s=end.done_to_loaded_s,
+                    copy_s=end.copy_s,
+                    bytes_left_at_done=end.bytes_left_at_done,
+                )
+            )
+        ended, self._exports.ended = self._exports.ended, []
+        for transfer_id in ended:
+            self._engine.end_lease(transfer_id)
+        if closed or ended:
+            self._work_came.set()
+            self._worked()
+        self._transfers_moved.set()
+
+    def _on_peer(self, message: PeerMessage) -> None:
+        now_s = time.monotonic()
+        match message:
+            case Wanted():
+                self._peers.send(self._exports.on_wanted(message, now_s))
+                return
+            case Held():
+                self._imports.on_held(message, now_s)
+            case Failed(transfer_id=transfer_id, kind=kind):
+                self._imports.on_failed(transfer_id, kind)
+            case Release():
+                self._exports.on_release(message)
+        self._settle(now_s)
+
+    async def _transfer(self) -> None:
+        """Wakes up when the last bytes of a transfer are here."""
+        while True:
+            arrival_s = self._imports.next_arrival_s()
+            self._transfers_moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if arrival_s is None else max(0.0, arrival_s - time.monotonic())):
+                    await self._transfers_moved.wait()
+            if arrival_s is not None and arrival_s <= time.monotonic():
+                self._settle(time.monotonic())
+
+    async def _renew(self) -> None:
+        """Keeps leases alive on both sides."""
+        while True:
+            await asyncio.sleep(self._settings.transfer.peer_heartbeat_s)
+            now_s = time.monotonic()
+            self._peers.send(self._imports.ask_again(now_s))
+            self._peers.send(self._exports.expire(now_s))
+            self._settle(now_s)
+
+    # --- the proxy -------------------------------------------------------------------------------
+
+    def _tell_proxy(self, message: wire.FromWorker, frames: Sequence[bytes] = ()) -> None:
+        self._outbox.put_nowait([self._encoder.encode(message), *frames])
+
+    async def _send_to_proxy(self) -> None:
+        """The only writer of the proxy socket while the worker is at work."""
+        while True:
+            await self._proxy.send_multipart(await self._outbox.get(), copy=True)
+            self._outbox.task_done()
+
+    async def _read_proxy(self) -> None:
+        while True:
+            frames = await self._proxy.recv_multipart()
+            self._proxy_heard_at_s = time.monotonic()
+            try:
+                message = self._read_frame(frames[0])
+            except BadFrame as error:
+                self._bad_frames += 1
+                log.warning("bad_proxy_frame worker=%s error=%s", self._worker_id, error)
+                continue
+            await self._obey(message, frames[1:])
+
+    async def _obey(self, message: wire.ToWorker, frames: list[bytes]) -> None:
+        now_s = time.monotonic()
+        match message:
+            case wire.Submit(engine_request_id=request_id):
+                self._submit(request_id, frames, now_s)
+            case wire.Abort(engine_request_ids=request_ids):
+                for request_id in request_ids:
+                    self._engine.abort(request_id)
+                self._note_engine_events(now_s)
+                self._worked()
+            case wire.FirstToken(transfer_id=transfer_id, token=token):
+                self._imports.on_first_token(transfer_id, token)
+                self._settle(now_s)
+            case wire.DropTransfers(transfer_ids=transfer_ids):
+                for transfer_id in transfer_ids:
+                    self._peers.send(self._exports.drop(transfer_id))
+                self._settle(now_s)
+            case wire.HoldTransfers(transfer_ids=transfer_ids):
+                for transfer_id in transfer_ids:
+                    self._exports.hold(transfer_id, now_s)
+            case wire.MeetExporters():
+                pass  # there is no link to get ready
+            case wire.Drain(goal=goal, timeout_s=timeout_s):
+                self._drain.order(goal, timeout_s)
+            case wire.NothingMore(drain=number):
+                self._drain.nothing_more(number)
+            case wire.Utility():
+                self._utility(message)
+            case wire.Welcome(proxy_epoch=epoch):
+                if self._proxy_epoch and epoch != self._proxy_epoch:
+                    await self._forget_proxy("another proxy took over")
+                self._proxy_epoch = epoch
+                log.info("joined worker=%s proxy_epoch=%s", self._worker_id, epoch)
+            case wire.Rejected(reason=reason):
+                raise Left(f"the proxy refused this worker: {reason}", 2)
+            case wire.Shutdown():
+                raise Left("the proxy shut down", 0)
+            case wire.ProxyBeat(proxy_epoch=epoch):
+                if epoch != self._proxy_epoch:
+                    self._say_hello()
+
+    def _submit(self, request_id: str, frames: list[bytes], now_s: float) -> None:
+        try:
+            self._engine.add(read_request(frames), now_s)
+        except (RequestUnreadable, ValueError) as error:
+            self._bad_frames += isinstance(error, RequestUnreadable)
+            log.warning("request_refused worker=%s request=%s error=%s", self._worker_id, request_id, error)
+            failed = Output(request_id, [], finish_reason=Finish.ERROR)
+            self._tell_proxy(wire.Outputs(self.epoch), outputs_frames(Outputs(outputs=[failed], timestamp=now_s)))
+            return
+        self._note_engine_events(now_s)
+        self._worked()
+        self._work_came.set()
+
+    def _utility(self, call: wire.Utility) -> None:
+        error, result = answer_utility(call.method, self._engine)
+        if call.method in ("sleep", "wake_up") and not error:
+            self._asleep = call.method == "sleep"
+            self._work_came.set()
+        elif call.method == "is_sleeping":
+            result = self._asleep
+        self._tell_proxy(wire.UtilityReply(call.call_id, error, msgspec.Raw(msgspec.msgpack.encode(result))))
+
+    # --- liveness --------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        liveness = self._settings.liveness
+        while True:
+            if not self._proxy_epoch:
+                self._say_hello()
+            else:
+                if self._drain.goal:
+                    self._say_hello()  # a proxy that missed it would go on sending
+                self._tell_proxy(self._load())
+                if time.monotonic() - self._proxy_heard_at_s > liveness.proxy_lost_after_s:
+                    await self._forget_proxy(f"the proxy was silent for {liveness.proxy_lost_after_s:g} s")
+            await asyncio.sleep(liveness.heartbeat_s)
+
+    async def _forget_proxy(self, why: str) -> None:
+        """Nobody waits for these requests any more: free what they hold."""
+        num_requests = len(self._engine.request_ids)
+        log.warning("proxy_lost worker=%s reason=%s requests=%d", self._worker_id, why, num_requests)
+        self._proxy_epoch = ""
+        await self._drop_everything()
+
+    async def _drop_everything(self) -> None:
+        self._proxies_lost += 1
+        self._drain.nudge()
+        for request_id in self._engine.request_ids:
+            self._engine.abort(request_id)
+        now_s = time.monotonic()
+        self._note_engine_events(now_s)
+        self._peers.send(self._exports.drop_all())
+        self._settle(now_s)
+
+    def _say_hello(self) -> None:
+        ranks = [wire.RankAddress(0, self._peers.address, self.epoch)]
+        self._tell_proxy(hello(self._name, self._settings, self.epoch, self._proxies_lost, ranks, self._drain))
+
+    def _load(self) -> wire.WorkerLoad:
+        return load(
+            self._name.worker_id,
+            self.epoch,
+            (self._num_running, self._num_waiting),
+            self._engine.block_count(),
+            self._exports,
+            self._imports,
+            self._bad_frames,
+        )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    leaf: BaseException = group
+    while isinstance(leaf, BaseExceptionGroup):
+        leaf = leaf.exceptions[0]
+    return leaf

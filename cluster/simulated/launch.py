@@ -1,0 +1,106 @@
+"""Decides which simulated workers run in which process, and how to start those."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from cluster.config import ClusterConfig, Role
+from cluster.launch_local import WorkerCommand, proxy_address
+from cluster.preflight.model_facts import ModelFacts
+from cluster.preflight.problems import Problem
+from cluster.simulated.engine.vocabulary import word_tokens
+from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName, write_simulated_settings
+from cluster.worker_plan import WorkerPlan
+
+_ROLES: tuple[Role, Role] = ("prefill", "decode")
+_DEFAULT_MODEL_LEN = 32_768
+
+
+def simulation_problems(config: ClusterConfig) -> list[Problem]:
+    """What a configuration asks of simulated workers that they cannot do."""
+    problems = []
+    for role in _ROLES:
+        pool = config.pools.of(role)
+        if pool.tensor_parallel != 1:
+            problems.append(
+                Problem(
+                    f"pools.{role}.tensor_parallel",
+                    f"found {pool.tensor_parallel}; a simulated worker has one rank",
+                    "Leave it out, and give the speed of the whole worker in simulation",
+                )
+            )
+        if pool.env:
+            problems.append(
+                Problem(f"pools.{role}.env", "simulated workers share processes and read no environment", "Remove it")
+            )
+    simulation = config.simulation
+    room = simulation.num_blocks * simulation.block_size
+    if simulation.max_model_len is not None and simulation.max_model_len > room:
+        problems.append(
+            Problem(
+                "simulation.max_model_len",
+                f"{simulation.num_blocks} blocks of {simulation.block_size} tokens cannot hold one request of "
+                f"{simulation.max_model_len}",
+                "Raise simulation.num_blocks, or lower it",
+            )
+        )
+    return problems
+
+
+def plan_simulated_workers(config: ClusterConfig) -> list[WorkerPlan]:
+    """The workers of a configuration, prefill first."""
+    return [
+        WorkerPlan(worker_id=f"{role}-{index}", role=role, engine={}, env={}, cores=(), simulated=True)
+        for role in _ROLES
+        for index in range(config.pools.of(role).replicas)
+    ]
+
+
+def simulated_commands(
+    plans: Sequence[WorkerPlan],
+    config: ClusterConfig,
+    model: str,
+    facts: ModelFacts | None,
+    runtime_dir: Path,
+    base_env: Mapping[str, str],
+) -> list[WorkerCommand]:
+    """Writes the settings of every process into the runtime directory and says how to start them."""
+    size = config.simulation.workers_per_process
+    words = word_tokens(Path(model))
+    commands = []
+    for number, first in enumerate(range(0, len(plans), size)):
+        together = plans[first : first + size]
+        name = f"simulated-{number}" if len(together) > 1 else together[0].worker_id
+        settings = SimulatedSettings(
+            name=name,
+            workers=[SimulatedWorkerName(worker_id=plan.worker_id, role=plan.role) for plan in together],
+            proxy_address=proxy_address(runtime_dir),
+            runtime_dir=runtime_dir,
+            model=model,
+            max_model_len=_max_model_len(config, facts),
+            words=words,
+            simulation=config.simulation,
+            transfer=config.transfer,
+            liveness=config.liveness,
+            drain_timeout_s=config.drain_timeout_s,
+        )
+        commands.append(
+            WorkerCommand(
+                worker_id=together[0].worker_id,
+                role=together[0].role,
+                argv=(sys.executable, "-m", "cluster.simulated", str(write_simulated_settings(settings))),
+                env=MappingProxyType(dict(base_env)),
+                log_path=runtime_dir / f"{name}.log",
+                others=tuple((plan.worker_id, plan.role) for plan in together[1:]),
+            )
+        )
+    return commands
+
+
+def _max_model_len(config: ClusterConfig, facts: ModelFacts | None) -> int:
+    simulation = config.simulation
+    if simulation.max_model_len is not None:
+        return simulation.max_model_len
+    of_model = facts.max_positions if facts is not None else None
+    return min(of_model or _DEFAULT_MODEL_LEN, simulation.num_blocks * simulation.block_size)

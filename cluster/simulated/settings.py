@@ -1,0 +1,62 @@
+"""What a process of simulated workers is told when it starts: a JSON document (0600) in the runtime directory."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.config import LivenessConfig, Role, SimulationConfig, TransferConfig
+from cluster.worker_settings import WorkerSettingsError
+
+
+class SimulatedWorkerName(BaseModel):
+    """One of the workers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    worker_id: str = Field(description="Unique in the cluster: `prefill-0`, `decode-1`.")
+    role: Role
+
+
+class SimulatedSettings(BaseModel):
+    """Everything that one process of simulated workers needs to know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(description="Of the process: `simulated-0`.")
+    workers: list[SimulatedWorkerName] = Field(min_length=1, description="Which live and die with this process.")
+    proxy_address: str = Field(description="ZMQ endpoint of the proxy's ROUTER.")
+    runtime_dir: Path = Field(description="Private directory (0700) of this cluster run.")
+    model: str = Field(description="Directory or name of the model, as the proxy knows it.")
+    max_model_len: int = Field(ge=1, description="Tokens of prompt and answer.")
+    words: tuple[int, ...] = Field(min_length=1, description="Ids of the tokens that answers are made of.")
+    simulation: SimulationConfig
+    transfer: TransferConfig = Field(description="Leases and heartbeats.")
+    liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
+
+    drain_timeout_s: float = Field(gt=0, description="After SIGTERM what is not finished by then is aborted.")
+
+    @property
+    def peer_bind(self) -> str:
+        """Where this process listens for other workers."""
+        return f"ipc://{self.runtime_dir}/{self.name}-kv"
+
+
+def write_simulated_settings(settings: SimulatedSettings) -> Path:
+    """Writes the document into the runtime directory and returns its path."""
+    path = settings.runtime_dir / f"{settings.name}.json"
+    path.touch(mode=0o600)
+    path.write_text(settings.model_dump_json(indent=2))
+    return path
+
+
+def read_simulated_settings(path: Path) -> SimulatedSettings:
+    """Reads the document back; raises `WorkerSettingsError` with a sentence for the operator."""
+    try:
+        return SimulatedSettings.model_validate_json(path.read_text())
+    except OSError as error:
+        raise WorkerSettingsError(f"cannot read the settings {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise WorkerSettingsError(
+            f"the settings {path} do not fit this version of twinpool; start workers with `twinpool serve` of the same "
+            f"installation. {error}"
+        ) from error

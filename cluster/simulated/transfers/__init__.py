@@ -1,0 +1,1 @@
+"""The model of a KV transfer between simulated workers."""
