@@ -17,8 +17,8 @@ from cluster import messages as wire
 from cluster.frames import BadFrame, reader
 from cluster.host.drain import Carried
 from cluster.host.drain_watch import DrainWatch
+from cluster.simulated.cache_news import CacheNewsTeller
 from cluster.simulated.engine.cost import CostModel
-from cluster.simulated.engine.events import ExportStarted, ImportCancelled, ImportOpened, ImportPlaced
 from cluster.simulated.engine.paged_engine import SimulatedEngine
 from cluster.simulated.engine.vllm_frames import (
     Finish,
@@ -31,9 +31,7 @@ from cluster.simulated.engine.vllm_frames import (
 from cluster.simulated.engine.vocabulary import Vocabulary
 from cluster.simulated.reports import hello, load
 from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName
-from cluster.simulated.transfers.exports import Exports
-from cluster.simulated.transfers.imports import LINK, Imports
-from cluster.simulated.transfers.messages import Failed, Held, PeerMessage, Release, Wanted
+from cluster.simulated.transfers.desk import TransferDesk
 from cluster.simulated.transfers.peer_exchange import PeerExchange
 from cluster.simulated.utilities import answer_utility
 
@@ -63,18 +61,19 @@ class SimulatedWorker:
         self._name, self._worker_id = name, name.worker_id
         self._settings = settings
         self.epoch = uuid.uuid4().hex
-        simulation, transfer = settings.simulation, settings.transfer
+        simulation = settings.simulation
         cost = CostModel(simulation, name.worker_id)
         vocabulary = Vocabulary(settings.words, simulation.eos_every)
         self._engine = SimulatedEngine(simulation, settings.max_model_len, cost, vocabulary)
-        self._exports = Exports(transfer.lease_first_s, transfer.lease_renew_s)
-        self._imports = Imports(
-            peers.address,
+        self._desk = TransferDesk(
+            self._engine,
+            cost,
+            peers,
             self.epoch,
-            simulation.kv_bytes_per_token,
-            simulation.block_size,
-            transfer.peer_lost_after_s,
-            cost.transfer_s,
+            simulation,
+            settings.transfer,
+            self._tell_proxy,
+            self._on_transfer_settled,
         )
         self._peers = peers
         self._proxy = context.socket(zmq.DEALER)
@@ -84,10 +83,10 @@ class SimulatedWorker:
         self._encoder = msgspec.msgpack.Encoder()
         self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
         self._work_came = asyncio.Event()
-        self._transfers_moved = asyncio.Event()
         self._asleep = False
         self._at_work = False
         self._drain = DrainWatch(name.worker_id, name.role, self._carried, self._say_hello, self._drop_everything)
+        self._cache_news = CacheNewsTeller(self._engine, self.epoch, self._tell_proxy)
         self._last_work_s = -math.inf
         self._proxy_epoch = ""
         self._proxy_heard_at_s = 0.0
@@ -101,7 +100,7 @@ class SimulatedWorker:
     async def run(self, stop: asyncio.Event) -> int:
         """Until `stop` is set, it is drained, the proxy sends it away, or it fails."""
         cause, exit_code = "stopped", 0
-        self._peers.join(self.epoch, self._on_peer)
+        self._peers.join(self.epoch, self._desk.on_peer)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._leave_when_told(stop))
@@ -136,18 +135,25 @@ class SimulatedWorker:
         raise Left(cause, 0)
 
     def _carried(self) -> Carried:
-        transfers = sum(self._exports.leases.values()) + len(self._imports)
-        return Carried(len(self._engine.request_ids), transfers, self._last_work_s, bool(self._proxy_epoch))
+        return Carried(len(self._engine.request_ids), self._desk.num_open, self._last_work_s, bool(self._proxy_epoch))
 
     def _worked(self) -> None:
         self._last_work_s = time.monotonic()
         self._drain.nudge()
 
+    def _on_transfer_settled(self) -> None:
+        self._work_came.set()
+        self._worked()
+
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         await asyncio.sleep(self._settings.simulation.start_s / self._settings.simulation.time_scale)
         self._proxy.connect(self._settings.proxy_address)
-        for part in (self._send_to_proxy, self._read_proxy, self._beat, self._compute, self._transfer, self._renew):
+        for part in (self._send_to_proxy, self._read_proxy, self._beat, self._compute):
             tasks.create_task(part())
+        tasks.create_task(self._desk.watch_arrivals())
+        tasks.create_task(self._desk.renew_leases())
+        if self._settings.prefix_events:
+            tasks.create_task(self._cache_news.run())
         tasks.create_task(self._leave_when_drained())
         self._at_work = True
 
@@ -169,7 +175,7 @@ class SimulatedWorker:
         while True:
             now_s = time.monotonic()
             step = None if self._asleep else self._engine.plan(now_s)
-            self._note_engine_events(now_s)
+            self._desk.note_engine_events()
             if step is None:
                 self._work_came.clear()
                 await self._work_came.wait()
@@ -180,92 +186,14 @@ class SimulatedWorker:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             now_s = time.monotonic()
             outputs = self._engine.finish(step, now_s)
-            self._note_engine_events(now_s)
+            self._cache_news.nudge()
+            self._desk.note_engine_events()
             stats = self._engine.take_stats()
             self._num_running, self._num_waiting = stats.num_running_reqs, stats.num_waiting_reqs
             if any(output.finish_reason is not None for output in outputs):
                 self._worked()
             frames = outputs_frames(Outputs(outputs=outputs, scheduler_stats=stats, timestamp=now_s))
             self._tell_proxy(wire.Outputs(self.epoch), frames)
-
-    def _note_engine_events(self, now_s: float) -> None:
-        """Tells transfers what the engine did, and the proxy what it wants to know of that."""
-        events, self._engine.events = self._engine.events, []
-        if not events:
-            return
-        for event in events:
-            if isinstance(event, ImportOpened | ImportPlaced | ImportCancelled):
-                self._peers.send(self._imports.engine_says(event, now_s))
-            else:
-                self._peers.send(self._exports.engine_says(event, now_s))
-            if isinstance(event, ExportStarted):
-                self._tell_proxy(wire.PrefillStarted(event.transfer_id))
-        self._settle(now_s)
-
-    # --- transfers -------------------------------------------------------------------------------
-
-    def _settle(self, now_s: float) -> None:
-        """Acts on transfers that have ended."""
-        self._peers.send(self._imports.close_what_ended(now_s))
-        closed, self._imports.closed = self._imports.closed, []
-        for end in closed:
-            if end.outcome != "cancelled":
-                self._engine.close_import(end.transfer_id, end.num_valid_tokens, end.first_token)
-            self._tell_proxy(
-                wire.HandoverClosed(
-                    transfer_id=end.transfer_id,
-                    outcome=end.outcome,
-                    failure_kind=end.failure_kind,
-                    link=LINK,
-                    bytes_moved=end.bytes_moved,
-                    num_tokens=end.num_tokens,
-                    attached_to_done_s=end.attached_to_done_s,
-                    done_to_loaded_s=end.done_to_loaded_s,
-                    copy_s=end.copy_s,
-                    bytes_left_at_done=end.bytes_left_at_done,
-                )
-            )
-        ended, self._exports.ended = self._exports.ended, []
-        for transfer_id in ended:
-            self._engine.end_lease(transfer_id)
-        if closed or ended:
-            self._work_came.set()
-            self._worked()
-        self._transfers_moved.set()
-
-    def _on_peer(self, message: PeerMessage) -> None:
-        now_s = time.monotonic()
-        match message:
-            case Wanted():
-                self._peers.send(self._exports.on_wanted(message, now_s))
-                return
-            case Held():
-                self._imports.on_held(message, now_s)
-            case Failed(transfer_id=transfer_id, kind=kind):
-                self._imports.on_failed(transfer_id, kind)
-            case Release():
-                self._exports.on_release(message)
-        self._settle(now_s)
-
-    async def _transfer(self) -> None:
-        """Wakes up when the last bytes of a transfer are here."""
-        while True:
-            arrival_s = self._imports.next_arrival_s()
-            self._transfers_moved.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if arrival_s is None else max(0.0, arrival_s - time.monotonic())):
-                    await self._transfers_moved.wait()
-            if arrival_s is not None and arrival_s <= time.monotonic():
-                self._settle(time.monotonic())
-
-    async def _renew(self) -> None:
-        """Keeps leases alive on both sides."""
-        while True:
-            await asyncio.sleep(self._settings.transfer.peer_heartbeat_s)
-            now_s = time.monotonic()
-            self._peers.send(self._imports.ask_again(now_s))
-            self._peers.send(self._exports.expire(now_s))
-            self._settle(now_s)
 
     # --- the proxy -------------------------------------------------------------------------------
 
@@ -298,30 +226,29 @@ class SimulatedWorker:
             case wire.Abort(engine_request_ids=request_ids):
                 for request_id in request_ids:
                     self._engine.abort(request_id)
-                self._note_engine_events(now_s)
+                self._desk.note_engine_events()
                 self._worked()
             case wire.FirstToken(transfer_id=transfer_id, token=token):
-                self._imports.on_first_token(transfer_id, token)
-                self._settle(now_s)
+                self._desk.on_first_token(transfer_id, token)
             case wire.DropTransfers(transfer_ids=transfer_ids):
-                for transfer_id in transfer_ids:
-                    self._peers.send(self._exports.drop(transfer_id))
-                self._settle(now_s)
+                self._desk.drop(transfer_ids)
             case wire.HoldTransfers(transfer_ids=transfer_ids):
-                for transfer_id in transfer_ids:
-                    self._exports.hold(transfer_id, now_s)
+                self._desk.hold(transfer_ids)
             case wire.MeetExporters():
                 pass  # there is no link to get ready
             case wire.Drain(goal=goal, timeout_s=timeout_s):
                 self._drain.order(goal, timeout_s)
             case wire.NothingMore(drain=number):
                 self._drain.nothing_more(number)
+            case wire.TellCachedBlocks():
+                self._tell_cached_blocks()
             case wire.Utility():
                 self._utility(message)
             case wire.Welcome(proxy_epoch=epoch):
                 if self._proxy_epoch and epoch != self._proxy_epoch:
                     await self._forget_proxy("another proxy took over")
                 self._proxy_epoch = epoch
+                self._tell_cached_blocks()
                 log.info("joined worker=%s proxy_epoch=%s", self._worker_id, epoch)
             case wire.Rejected(reason=reason):
                 raise Left(f"the proxy refused this worker: {reason}", 2)
@@ -340,12 +267,17 @@ class SimulatedWorker:
             failed = Output(request_id, [], finish_reason=Finish.ERROR)
             self._tell_proxy(wire.Outputs(self.epoch), outputs_frames(Outputs(outputs=[failed], timestamp=now_s)))
             return
-        self._note_engine_events(now_s)
+        self._desk.note_engine_events()
         self._worked()
         self._work_came.set()
 
+    def _tell_cached_blocks(self) -> None:
+        if self._settings.prefix_events:
+            self._cache_news.begin()
+
     def _utility(self, call: wire.Utility) -> None:
         error, result = answer_utility(call.method, self._engine)
+        self._cache_news.nudge()
         if call.method in ("sleep", "wake_up") and not error:
             self._asleep = call.method == "sleep"
             self._work_came.set()
@@ -373,6 +305,7 @@ class SimulatedWorker:
         num_requests = len(self._engine.request_ids)
         log.warning("proxy_lost worker=%s reason=%s requests=%d", self._worker_id, why, num_requests)
         self._proxy_epoch = ""
+        self._cache_news.pause()
         await self._drop_everything()
 
     async def _drop_everything(self) -> None:
@@ -380,10 +313,8 @@ class SimulatedWorker:
         self._drain.nudge()
         for request_id in self._engine.request_ids:
             self._engine.abort(request_id)
-        now_s = time.monotonic()
-        self._note_engine_events(now_s)
-        self._peers.send(self._exports.drop_all())
-        self._settle(now_s)
+        self._desk.note_engine_events()
+        self._desk.drop_all()
 
     def _say_hello(self) -> None:
         ranks = [wire.RankAddress(0, self._peers.address, self.epoch)]
@@ -395,8 +326,8 @@ class SimulatedWorker:
             self.epoch,
             (self._num_running, self._num_waiting),
             self._engine.block_count(),
-            self._exports,
-            self._imports,
+            self._desk.exports,
+            self._desk.imports,
             self._bad_frames,
         )
 

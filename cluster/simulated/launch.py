@@ -83,6 +83,7 @@ def simulated_commands(
             simulation=config.simulation,
             transfer=config.transfer,
             liveness=config.liveness,
+            prefix_events=config.scheduling.prefix_events and config.simulation.prefix_caching,
             drain_timeout_s=config.drain_timeout_s,
         )
         commands.append(

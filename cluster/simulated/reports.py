@@ -37,6 +37,7 @@ def hello(
         tensor_parallel_size=1,
         dtype="simulated",
         supported_tasks=["generate"],
+        prefix_events=settings.prefix_events,
         simulated=True,
     )
     return wire.WorkerHello(

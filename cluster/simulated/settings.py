@@ -33,6 +33,7 @@ class SimulatedSettings(BaseModel):
     transfer: TransferConfig = Field(description="Leases and heartbeats.")
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
 
+    prefix_events: bool = Field(description="Tell the proxy what the prefix caches hold.")
     drain_timeout_s: float = Field(gt=0, description="After SIGTERM what is not finished by then is aborted.")
 
     @property

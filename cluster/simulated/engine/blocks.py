@@ -6,14 +6,33 @@ the one that was given back first is needed first.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.prefix_events.block_hashes import block_hash, root
+
+
+@dataclass(slots=True)
+class CacheChange:
+    """What became known and unknown since somebody last asked. No block is in both sets."""
+
+    cleared: bool = False
+    """First of all: nothing was known any more."""
+    stored: set[int] = field(default_factory=set)
+    removed: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.cleared or self.stored or self.removed)
 
 
 def block_hashes(tokens: Sequence[int], block_size: int, salt: str, known: Sequence[int] = ()) -> list[int]:
-    """One hash per full block of `tokens`, each of everything up to its end; `known` are the first of them."""
+    """One hash per full block of `tokens`, each of everything up to its end; `known` are the first of them.
+
+    The proxy computes the same of a prompt, see `cluster.prefix_events`.
+    """
     hashes = list(known)
-    parent = hashes[-1] if hashes else hash(tuple(salt.encode()))
+    parent = hashes[-1] if hashes else root(cache_salt=salt)
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
-        parent = hash((parent, *tokens[end - block_size : end]))
+        parent = block_hash(parent, tokens[end - block_size : end])
         hashes.append(parent)
     return hashes
 
@@ -27,6 +46,7 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._hash_of: dict[int, int] = {}
         self._by_hash: dict[int, int] = {}
+        self._change = CacheChange()
 
     @property
     def num_free(self) -> int:
@@ -35,8 +55,8 @@ class BlockPool:
     def cached(self, hashes: Iterable[int]) -> list[int]:
         """The blocks of the longest prefix that is known."""
         found = []
-        for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
+        for known_as in hashes:
+            block = self._by_hash.get(known_as)
             if block is None:
                 break
             found.append(block)
@@ -55,7 +75,7 @@ class BlockPool:
             block, _none = self._free.popitem(last=False)
             known_as = self._hash_of.pop(block, None)
             if known_as is not None:
-                del self._by_hash[known_as]
+                self._forget(known_as)
             self._holders[block] = 1
             table.append(block)
         return table
@@ -67,11 +87,32 @@ class BlockPool:
             if not self._holders[block]:
                 self._free[block] = None
 
-    def name(self, block: int, block_hash: int) -> None:
+    def name(self, block: int, known_as: int) -> None:
         """The block is full with what the hash says."""
-        if block not in self._hash_of and block_hash not in self._by_hash:
-            self._hash_of[block] = block_hash
-            self._by_hash[block_hash] = block
+        if block not in self._hash_of and known_as not in self._by_hash:
+            self._hash_of[block] = known_as
+            self._by_hash[known_as] = block
+            if known_as in self._change.removed:
+                self._change.removed.discard(known_as)
+            else:
+                self._change.stored.add(known_as)
+
+    def _forget(self, known_as: int) -> None:
+        del self._by_hash[known_as]
+        if known_as in self._change.stored:
+            self._change.stored.discard(known_as)
+        else:
+            self._change.removed.add(known_as)
+
+    @property
+    def hashes(self) -> list[int]:
+        """Of every known block."""
+        return list(self._by_hash)
+
+    def take_change(self) -> CacheChange:
+        """The net change since the last call."""
+        change, self._change = self._change, CacheChange()
+        return change
 
     def forget_all(self) -> bool:
         """Nothing is known any more; as in vLLM only while nobody holds a block."""
@@ -79,4 +120,5 @@ class BlockPool:
             return False
         self._hash_of.clear()
         self._by_hash.clear()
+        self._change = CacheChange(cleared=True)
         return True

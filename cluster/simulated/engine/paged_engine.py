@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.config import SimulationConfig
 from cluster.simulated.engine.answers import finish_of, output_of
-from cluster.simulated.engine.blocks import BlockPool, block_hashes
+from cluster.simulated.engine.blocks import BlockPool, CacheChange, block_hashes
 from cluster.simulated.engine.cost import Chunk, CostModel
 from cluster.simulated.engine.events import (
     EngineEvent,
@@ -312,6 +312,14 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all blocks; False, and nothing forgotten, while some are held."""
         return self._pool.forget_all()
+
+    def cached_blocks(self) -> list[int]:
+        """Hashes of all blocks that a prompt may find."""
+        return self._pool.hashes
+
+    def take_cache_news(self) -> CacheChange:
+        """What changed of those since the last call."""
+        return self._pool.take_change()
 
     def block_count(self) -> BlockCount:
         """Blocks by who holds them."""

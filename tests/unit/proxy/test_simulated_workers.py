@@ -15,6 +15,7 @@ from cluster.simulated.engine.vocabulary import Vocabulary
 from cluster.simulated.host import SimulatedWorker
 from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName
 from cluster.simulated.transfers.peer_exchange import PeerExchange
+from proxy.scheduling.prompt_hashes import PromptHashes
 from tests.unit.proxy.fake_worker import MODEL
 from tests.unit.proxy.mini_cluster import MiniCluster, read, until
 
@@ -44,6 +45,7 @@ class SimulatedProcess:
             simulation=SimulationConfig(**given),
             transfer=TransferConfig(peer_heartbeat_s=0.05, peer_lost_after_s=0.2),
             liveness=LivenessConfig(heartbeat_s=0.05, dead_after_s=5, proxy_lost_after_s=5),
+            prefix_events=True,
             drain_timeout_s=10,
         )
         self.context = zmq.asyncio.Context()
@@ -215,6 +217,19 @@ async def test_engine_calls_are_answered_and_a_sleeping_worker_computes_nothing(
     assert collector.get_nowait() is None
     await pool.call_all("wake_up")
     assert (await read(collector)).tokens[0] == answer_to(PROMPT, 5)
+
+
+async def test_the_proxy_knows_what_the_prefix_cache_holds(cluster: Cluster) -> None:
+    process = await cluster.start("a", "decode-0")
+    index = cluster.proxy.pool.prefixes.index
+    hashes = PromptHashes(PROMPT)
+    await until(lambda: index.is_known("decode-0"))
+    assert index.cached_tokens(hashes) == {}
+    await cluster.proxy.run(PROMPT, max_tokens=2)
+    await until(lambda: index.cached_tokens(hashes) == {"decode-0": len(PROMPT) // 16 * 16})
+    process.workers[0]._cache_news.begin()
+    await cluster.proxy.pool.call_all("reset_prefix_cache")
+    await until(lambda: index.cached_tokens(hashes) == {})
 
 
 async def test_the_hello_says_that_there_is_no_engine(cluster: Cluster) -> None:
