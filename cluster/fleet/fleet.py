@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.fleet.restarts import Mode, Outlook, Restarts, StartAgain, StayDown
 from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
+from cluster.simulated.launch import is_simulated, simulated_in_role
 from cluster.status import LaunchNote
 
 log = logging.getLogger("twinpool.launcher")
@@ -54,6 +55,11 @@ class Fleet:
         self._on_down = on_down
         self._serving = False
         self._commands: dict[str, WorkerCommand] = {}
+        """By the first worker of the process; mostly it is the only one."""
+        self._first_of: dict[str, str] = {}
+        """The first worker of the process that each worker lives in."""
+        self._outlooks: dict[str, Outlook] = {}
+        """How it goes on with each process that has ended, by its first worker."""
         self._starts: dict[str, asyncio.Task[None]] = {}
         """To come or on their way; the newest per worker."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,7 +67,9 @@ class Fleet:
 
     async def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Starts every worker; raises `LaunchError` when one cannot even be started."""
-        self._commands.update({command.worker_id: command for command in commands})
+        for command in commands:
+            self._commands[command.worker_id] = command
+            self._first_of.update({worker_id: command.worker_id for worker_id, _ in command.workers})
         await self.launcher.start(commands)
 
     def serve(self) -> None:
@@ -82,27 +90,31 @@ class Fleet:
 
     def joined(self, worker_id: str, role: str) -> None:
         """A worker is in the cluster, serving in this role; if it is started again, then in the same."""
-        self._restarts.joined(worker_id, time.monotonic())
-        command = self._commands.get(worker_id)
-        if command is not None and command.role != role:
-            self._commands[worker_id] = in_role(command, role)
+        first = self._first_of.get(worker_id, worker_id)
+        self._restarts.joined(first, time.monotonic())
+        command = self._commands.get(first)
+        if command is not None and (worker_id, role) not in command.workers:
+            simulated = is_simulated(command)
+            changed = simulated_in_role(command, worker_id, role) if simulated else in_role(command, role)
+            self._commands[first] = changed
         if worker_id in self._notes:
             self._notes[worker_id] = LaunchNote(False, "", self._notes[worker_id].starts)
 
     def keep_down(self, worker_id: str) -> None:
         """It is told to leave, and is not started again when it has."""
-        self._restarts.order(worker_id, "stay")
+        self._restarts.order(self._first_of.get(worker_id, worker_id), "stay")
 
     def start_when_gone(self, worker_id: str) -> None:
         """It is told to leave, and is started again when it has."""
-        self._restarts.order(worker_id, "start")
+        self._restarts.order(self._first_of.get(worker_id, worker_id), "start")
 
     def knows(self, worker_id: str) -> bool:
         """Whether its process was started here."""
-        return worker_id in self._commands
+        return worker_id in self._first_of
 
     def start_now(self, worker_id: str) -> None:
         """Starts a worker's process; one that runs is ended first, with everything that it has."""
+        worker_id = self._first_of.get(worker_id, worker_id)
         self._restarts.forgive(worker_id)
         self._note(worker_id, True, "it is started again, as it was told")
         if (pending := self._starts.pop(worker_id, None)) is not None:
@@ -121,9 +133,15 @@ class Fleet:
 
     def _ended(self, worker_exit: WorkerExit) -> None:
         worker_id = worker_exit.worker_id
+        first = self._first_of.get(worker_id, worker_id)
         outlook: Outlook = StayDown("the cluster is not up yet")
-        if self._serving:
+        if self._serving and first != worker_id:
+            # The first was reported before it, and takes it along.
+            outlook = self._outlooks[first]
+            self._note(worker_id, isinstance(outlook, StartAgain), outlook.text)
+        elif self._serving:
             outlook = self._restarts.ended(worker_id, worker_exit.returncode, time.monotonic())
+            self._outlooks[worker_id] = outlook
             self._follow(worker_id, outlook)
         self._on_down(WorkerDown(worker_exit, outlook))
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,10 +11,16 @@ from cluster.launch_local import WorkerCommand, proxy_address
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem
 from cluster.simulated.engine.vocabulary import word_tokens
-from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName, write_simulated_settings
+from cluster.simulated.settings import (
+    SimulatedSettings,
+    SimulatedWorkerName,
+    read_simulated_settings,
+    write_simulated_settings,
+)
 from cluster.worker_plan import WorkerPlan
 
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
+_MODULE = "cluster.simulated"
 _DEFAULT_MODEL_LEN = 32_768
 
 
@@ -90,13 +97,29 @@ def simulated_commands(
             WorkerCommand(
                 worker_id=together[0].worker_id,
                 role=together[0].role,
-                argv=(sys.executable, "-m", "cluster.simulated", str(write_simulated_settings(settings))),
+                argv=(sys.executable, "-m", _MODULE, str(write_simulated_settings(settings))),
                 env=MappingProxyType(dict(base_env)),
                 log_path=runtime_dir / f"{name}.log",
                 others=tuple((plan.worker_id, plan.role) for plan in together[1:]),
             )
         )
     return commands
+
+
+def is_simulated(command: WorkerCommand) -> bool:
+    """Whether this starts simulated workers."""
+    return _MODULE in command.argv
+
+
+def simulated_in_role(command: WorkerCommand, worker_id: str, role: str) -> WorkerCommand:
+    """The same process, but with this worker in another role when it is started again; its settings are rewritten."""
+    settings = read_simulated_settings(Path(command.argv[-1]))
+    names = [
+        name.model_copy(update={"role": role}) if name.worker_id == worker_id else name for name in settings.workers
+    ]
+    write_simulated_settings(settings.model_copy(update={"workers": names}))
+    first, *others = ((name.worker_id, str(name.role)) for name in names)
+    return replace(command, role=first[1], others=tuple(others))
 
 
 def _max_model_len(config: ClusterConfig, facts: ModelFacts | None) -> int:

@@ -9,12 +9,19 @@ import pytest
 from rich.console import Console
 
 from cluster.config import ClusterConfig, SimulationConfig
+from cluster.fleet.fleet import Fleet, WorkerDown
 from cluster.launch_local import LocalLauncher, WorkerExit
 from cluster.preflight.config_file import load_config
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError
 from cluster.simulated.engine.vocabulary import word_tokens
-from cluster.simulated.launch import plan_simulated_workers, simulated_commands, simulation_problems
+from cluster.simulated.launch import (
+    is_simulated,
+    plan_simulated_workers,
+    simulated_commands,
+    simulated_in_role,
+    simulation_problems,
+)
 from cluster.simulated.settings import read_simulated_settings
 from cluster.status import ClusterStatus, WorkerStatus
 from cluster.terminal.status_tables import status_tables
@@ -85,6 +92,35 @@ def test_answers_are_made_of_the_tokenizers_words(tmp_path: Path) -> None:
     assert word_tokens(tmp_path) == (5, 9)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["▁the", -1.0], ["x", -2.0]]}}))
     assert word_tokens(tmp_path) == (0,)
+
+
+def test_a_worker_that_took_another_role_is_started_again_in_it(tmp_path: Path) -> None:
+    config = simulated("pools.decode.replicas=2")
+    (command,) = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, {})
+    assert is_simulated(command)
+    changed = simulated_in_role(command, "decode-1", "prefill")
+    roles = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "prefill")]
+    assert changed.workers == roles
+    settings = read_simulated_settings(Path(changed.argv[-1]))
+    assert [(name.worker_id, name.role) for name in settings.workers] == roles
+
+
+async def test_all_workers_of_a_killed_process_come_back_together(tmp_path: Path) -> None:
+    downs: list[WorkerDown] = []
+    fleet = Fleet("on_failure", downs.append)
+    config = simulated("pools.decode.replicas=2")
+    (command,) = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, dict(os.environ))
+    await fleet.start([command])
+    fleet.serve()
+    first = fleet.launcher.groups["decode-1"]
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while set(fleet.launcher.groups.values()) in ({first}, set()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [(down.worker_id, down.returns) for down in downs] == [(w, True) for w, _ in command.workers]
+    assert len(set(fleet.launcher.groups.values())) == 1
+    assert fleet.knows("decode-1")
+    await fleet.stop(1)
 
 
 async def test_a_killed_process_is_the_end_of_every_worker_in_it(tmp_path: Path) -> None:
