@@ -273,7 +273,9 @@ class Dispatcher:
         while self._late_news and self._late_news[0][0] <= now_s:
             self._transfers.pop(self._late_news.popleft()[1], None)
         self.progress.beat(self._pool.roster.alive(), self.legs.at_work(), now_s)
-        self._metrics.observe_stages([trip.flight.stage.value for trip in self.trips.values()])
+        self._metrics.observe_stages(
+            [(trip.flight.stage.value, now_s - trip.lifetime.events[-1][1]) for trip in self.trips.values()]
+        )
         self._flush()
 
     def _hold_leases(self) -> None:

@@ -11,6 +11,8 @@ from proxy.scheduling.place import REASONS
 from proxy.slo.metrics import SloMetrics
 
 STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
+QUEUES = ("waiting", "prefilling", "handing_over")
+"""Where a request may wait for others."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BYTES = (0.0, *(float(1 << power) for power in range(14, 37, 2)))
 """16 KiB to 64 GiB, and nothing at all."""
@@ -78,6 +80,9 @@ class ProxyMetrics:
             "workers_simulated", "Living workers without an engine: if not 0, times come from a cost model."
         )
         self.requests_open = gauge("requests_open", "Requests in the proxy.", "stage")
+        self.queue_age_seconds = gauge(
+            "queue_age_seconds", "Seconds that the request has waited which has been longest in this queue.", "stage"
+        )
         self.kv_blocks = gauge("kv_blocks", "KV blocks of a worker; free + used + leased = total.", "worker", "state")
         self.worker_requests = gauge("worker_requests", "Requests in a worker's engine.", "worker", "state")
         self.transfers_open = gauge(
@@ -190,10 +195,13 @@ class ProxyMetrics:
                 self.worker_gigabytes_per_second.labels(worker_id, link, direction).set(rate)
                 self._copied[worker_id, link, direction] = (num_bytes, seconds)
 
-    def observe_stages(self, stages: Sequence[str]) -> None:
-        """Requests in the proxy, by the stage each is in."""
+    def observe_stages(self, ages_s: Sequence[tuple[str, float]]) -> None:
+        """The stage of each request in the proxy, and for how long nothing has happened to it there."""
+        stages = [stage for stage, _ in ages_s]
         for stage in STAGES:
             self.requests_open.labels(stage).set(stages.count(stage))
+        for stage in QUEUES:
+            self.queue_age_seconds.labels(stage).set(max((age_s for s, age_s in ages_s if s == stage), default=0.0))
 
     def observe_alive(self, alive: Mapping[str, int], draining: Sequence[str] = (), num_simulated: int = 0) -> None:
         """Living workers by role, the role of each that drains, and how many have no engine."""

@@ -7,6 +7,8 @@ name can decide.
 from typing import Any
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from proxy.frontend.error_reply import send_error
 from proxy.frontend.request_context import CURRENT, RequestContext
@@ -16,6 +18,13 @@ from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
 
 CLASS_HEADER = b"x-slo-class"
 POLICY_VIOLATION = 1008
+
+
+def find_standings(app: Starlette, rules: SloRules) -> None:
+    """Puts the middleware into an application whose other middlewares are stacked already."""
+    # The last one is innermost.
+    app.user_middleware.append(Middleware(RequestStanding, rules=rules))
+    app.middleware_stack = None
 
 
 class _NamesModel(msgspec.Struct):

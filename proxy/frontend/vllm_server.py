@@ -18,7 +18,6 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
 from huggingface_hub import snapshot_download
-from starlette.middleware import Middleware
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -36,9 +35,10 @@ from cluster.messages import EngineFacts
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.dispatch_settings import DispatchSettings
 from proxy.frontend.order_routes import add_order_routes
-from proxy.frontend.request_standing import RequestStanding
+from proxy.frontend.request_standing import find_standings
 from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
+from proxy.frontend.unknown_route import name_the_routes
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
 from proxy.frontend.vllm_self_test import SELF_TEST_TOKENS, generate_two, self_test
@@ -220,9 +220,8 @@ class VllmServer:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
-        # The last one is innermost: behind authentication. `build_app` has stacked the others already.
-        app.user_middleware.append(Middleware(RequestStanding, rules=self._slo))
-        app.middleware_stack = None
+        find_standings(app, self._slo)
+        name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)
         options: dict[str, Any] = {}
         log_config = get_uvicorn_log_config(args)

@@ -5,22 +5,28 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import msgspec
 import openai
 import pytest
 import pytest_asyncio
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from cluster.config import ClusterConfig, LivenessConfig
+from cluster.config import ClusterConfig, LivenessConfig, SloConfig
 from cluster.status import ClusterStatus
 from proxy.api_server import ProxyStartError, expected_workers, run_api_server, wait_for_workers
+from proxy.frontend.request_standing import find_standings
 from proxy.metrics import ProxyMetrics
+from proxy.slo.rules import SloRules
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
 from tests.unit.proxy.fake_worker import Exchange, FakeWorker, generate
@@ -153,6 +159,49 @@ async def test_transfer_parameters_from_a_client_are_400(server: Server, stream:
     assert status == 400
     assert content_type.startswith("application/json")
     assert json.loads(text)["error"]["param"] == "kv_transfer_params"
+
+
+@MODULE_LOOP
+async def test_an_unknown_path_is_answered_with_the_known_ones(server: Server) -> None:
+    status, _, text = await server.post("/v1/completion", model="tiny", prompt=WORDS)
+    assert status == 404
+    message = json.loads(text)["error"]["message"]
+    assert message.startswith("POST /v1/completion is not served here; what is: /v1/chat/completions")
+    assert "/v1/responses" in message
+    status, _, text = await server.post("/v1/responses/resp_1/cancel")
+    assert status == 404
+    assert "resp_1" in json.loads(text)["error"]["message"], "vLLM's own 404"
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_turned_away_is_told_at_once_and_when_to_come_back(server: Server, stream: bool) -> None:
+    for worker_id in ("decode-0", "prefill-0"):
+        server.workers[worker_id].freeze()
+        await server.exits.put(Gone(worker_id, f"worker {worker_id} died"))
+    await until(server.exits.empty)
+    body = {"model": "tiny", "prompt": WORDS, "stream": stream}
+    start_s = time.monotonic()
+    async with aiohttp.ClientSession() as session, session.post(server.url + "/v1/completions", json=body) as response:
+        took_s = time.monotonic() - start_s
+        assert (response.status, response.headers["retry-after"]) == (503, "1")
+        assert "No decode worker is alive" in (await response.json())["error"]["message"]
+    assert took_s < 0.1
+    async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
+        assert response.status == 503
+    await server.revive("prefill-0")
+    await server.revive("decode-0")
+
+
+async def test_who_has_no_valid_key_learns_nothing_about_classes() -> None:
+    app = FastAPI()
+    app.add_middleware(AuthenticationMiddleware, tokens=["good"])
+    app.middleware_stack = app.build_middleware_stack()
+    find_standings(app, SloRules(SloConfig()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://cluster") as client:
+        for key, status in (("bad", 401), ("good", 400)):
+            headers = {"X-Slo-Class": "god", "Authorization": f"Bearer {key}"}
+            assert (await client.post("/v1/completions", headers=headers)).status_code == status
 
 
 @MODULE_LOOP

@@ -83,6 +83,18 @@ def test_leases_are_shown_by_state(metrics: Metrics) -> None:
     assert metrics.value("leases", worker="prefill-0", state="held") == 4
 
 
+def test_the_age_of_a_queue_is_that_of_its_longest_waiter(metrics: Metrics) -> None:
+    metrics.observe_stages([("waiting", 0.5), ("waiting", 7.0), ("decoding", 99.0), ("prefilling", 2.0)])
+    ages = {
+        stage: metrics.value("queue_age_seconds", stage=stage) for stage in ("waiting", "prefilling", "handing_over")
+    }
+    assert ages == {"waiting": 7.0, "prefilling": 2.0, "handing_over": 0.0}
+    assert metrics.value("requests_open", stage="waiting") == 2
+    assert metrics.value("queue_age_seconds", stage="decoding") is None, "a long stream is no queue"
+    metrics.observe_stages([])
+    assert metrics.value("queue_age_seconds", stage="waiting") == 0.0
+
+
 def test_failures_are_shown_by_kind(metrics: Metrics) -> None:
     metrics.report(transfer_failures={"lease_expired": 2, "checksum": 1})
     assert metrics.value("transfer_failures", worker="decode-0", kind="lease_expired") == 2
