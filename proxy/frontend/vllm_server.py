@@ -38,10 +38,10 @@ from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.request_standing import find_standings
 from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
-from proxy.frontend.unknown_route import name_the_routes
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
 from proxy.frontend.vllm_self_test import SELF_TEST_TOKENS, generate_two, self_test
+from proxy.frontend.vllm_unknown_route import name_the_routes
 from proxy.health.cluster_health import ClusterHealth
 from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics

@@ -215,6 +215,12 @@ async def test_a_context_does_not_outlive_its_http_request(tmp_path: Path) -> No
         await until(lambda: len(cluster.client._contexts) == 0)
 
 
+def test_what_ended_at_a_stop_string_is_aborted_by_the_task_that_reads_outputs() -> None:
+    handler = inspect.getsource(async_llm.AsyncLLM._run_output_handler)
+    assert "engine_core.get_output_async()" in handler
+    assert re.search(r"engine_core\.abort_requests_async\(\s*processed_outputs\.reqs_to_abort", handler)
+
+
 def test_a_priority_of_a_client_reaches_the_core_client() -> None:
     source = inspect.getsource(InputProcessor.process_inputs)
     assert "priority=priority" in source
