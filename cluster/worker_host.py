@@ -33,6 +33,7 @@ from cluster.host.drain_watch import DrainWatch
 from cluster.host.load_report import transfers_open, worker_load
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.relay import CacheRelay
+from cluster.prefix_events.teller import CacheTeller
 from cluster.rank_channel import RankChannel
 from cluster.vllm_engine import Engine, EngineLost, RequestUnreadable, cache_event_config, engine_config
 from cluster.worker_settings import WorkerSettings
@@ -79,9 +80,7 @@ class WorkerHost:
         self._encoder = msgspec.msgpack.Encoder()
         self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
         self._engine: Engine | None = None
-        self._cache_events = CacheRelay(
-            self._context, settings.event_address, settings.replay_address, self._epoch, self._tell_proxy
-        )
+        self._cache_teller = CacheTeller(self._epoch, self._tell_proxy)
         self._stop = asyncio.Event()
         self._drain = DrainWatch(
             settings.worker_id, settings.role, self._carried, self._say_hello, self._drop_everything
@@ -172,7 +171,9 @@ class WorkerHost:
         tasks.create_task(self._leave_when_drained())
         self._at_work = True
         if self._engine is not None and (facts := self._engine.facts).prefix_events:
-            tasks.create_task(self._cache_events.run(CachedBlocks(facts.block_size, facts.num_blocks)))
+            cached = CachedBlocks(facts.block_size, facts.num_blocks)
+            addresses = (self._settings.event_address, self._settings.replay_address)
+            tasks.create_task(CacheRelay(self._context, *addresses, cached, self._cache_teller).run())
 
     async def _start_engine(self) -> None:
         settings = self._settings
@@ -268,7 +269,7 @@ class WorkerHost:
             case wire.HoldTransfers(transfer_ids=transfer_ids):
                 await self._ranks.tell_all(HoldExports(transfer_ids))
             case wire.TellCachedBlocks():
-                self._cache_events.begin()
+                self._cache_teller.begin()
             case wire.Utility():
                 await self._utility(message)
             case wire.Drain(goal=goal, timeout_s=timeout_s):
@@ -279,7 +280,7 @@ class WorkerHost:
                 if self._proxy_epoch and epoch != self._proxy_epoch:
                     await self._forget_proxy("another proxy took over")
                 self._proxy_epoch = epoch
-                self._cache_events.begin()
+                self._cache_teller.begin()
                 log.info("joined worker=%s proxy_epoch=%s", self._settings.worker_id, epoch)
             case wire.Rejected(reason=reason):
                 raise WorkerStopped(f"the proxy refused this worker: {reason}", 2)
@@ -312,7 +313,7 @@ class WorkerHost:
                 answer = await self._engine.call_utility(call.method, msgspec.msgpack.decode(call.args))
                 result = msgspec.msgpack.encode(answer)
                 if call.method == "reset_prefix_cache" and answer is True:
-                    self._cache_events.engine_was_reset()
+                    self._cache_teller.engine_was_reset()
             except EngineLost:
                 raise
             except Exception as failure:  # noqa: BLE001 - what the engine reports belongs to the caller
@@ -350,7 +351,7 @@ class WorkerHost:
         assert self._engine is not None
         log.warning("proxy_lost worker=%s reason=%s requests=%d", self._settings.worker_id, why, len(self._active))
         self._proxy_epoch = ""
-        self._cache_events.pause()
+        self._cache_teller.pause()
         await self._drop_everything()
 
     async def _drop_everything(self) -> None:

@@ -83,9 +83,41 @@ class CachedBlocks:
                 case BlockStored() | BlockRemoved() if event.medium not in (None, _MEDIUM):
                     self.oddities["other_tier"] += 1
                 case BlockRemoved():
-                    self._remove(event.block_hashes)
+                    for engine_hash in event.block_hashes:
+                        self.drop(engine_hash)
                 case BlockStored():
                     self._store(event)
+
+    def hold(self, engine_hash: EngineHash, ours: int) -> bool:
+        """One copy more of a block; False if the engine cannot hold so many, which makes everything unknown."""
+        if engine_hash in self._ours:
+            self._copies[engine_hash] = self._copies.get(engine_hash, 1) + 1
+            return True
+        if len(self._ours) >= self._max_blocks:
+            # Removals must have been lost.
+            self.miss()
+            return False
+        self._ours[engine_hash] = ours
+        if ours in self._removed:
+            self._removed.discard(ours)
+        else:
+            self._stored.add(ours)
+        return True
+
+    def drop(self, engine_hash: EngineHash) -> None:
+        """One copy less."""
+        copies = self._copies.pop(engine_hash, 1)
+        if copies > 2:
+            self._copies[engine_hash] = copies - 1
+        if copies > 1:
+            return
+        ours = self._ours.pop(engine_hash, None)
+        if ours is None:
+            return  # stored before events were missed, or an orphan
+        if ours in self._stored:
+            self._stored.discard(ours)
+        else:
+            self._removed.add(ours)
 
     def clear(self) -> None:
         """Nothing is held, for certain."""
@@ -128,7 +160,7 @@ class CachedBlocks:
                 self.oddities["malformed"] += 1
                 self.miss()
                 return
-            if not self._add(engine_hash, parent):
+            if not self.hold(engine_hash, parent):
                 return
 
     def _is_supported(self, event: BlockStored) -> bool:
@@ -147,36 +179,6 @@ class CachedBlocks:
         if not event.lora_name and not any(keys):
             return NO_PARENT
         return root(event.lora_name or "", _cache_salt(event, keys))
-
-    def _add(self, engine_hash: EngineHash, ours: int) -> bool:
-        if engine_hash in self._ours:
-            self._copies[engine_hash] = self._copies.get(engine_hash, 1) + 1
-            return True
-        if len(self._ours) >= self._max_blocks:
-            # More than the engine has: removals must have been lost.
-            self.miss()
-            return False
-        self._ours[engine_hash] = ours
-        if ours in self._removed:
-            self._removed.discard(ours)
-        else:
-            self._stored.add(ours)
-        return True
-
-    def _remove(self, block_hashes: Iterable[EngineHash]) -> None:
-        for engine_hash in block_hashes:
-            copies = self._copies.pop(engine_hash, 1)
-            if copies > 2:
-                self._copies[engine_hash] = copies - 1
-            if copies > 1:
-                continue
-            ours = self._ours.pop(engine_hash, None)
-            if ours is None:
-                continue  # stored before events were missed, or an orphan
-            if ours in self._stored:
-                self._stored.discard(ours)
-            else:
-                self._removed.add(ours)
 
 
 def _own_keys(event: BlockStored, keys: list[Any] | None) -> list[Any]:

@@ -1,27 +1,23 @@
-"""From the engine's event sockets to the proxy: notices gaps, fetches what was missed, passes on net changes.
+"""Reads an engine's event sockets: notices gaps, fetches what was missed, and lets the proxy be told.
 
-One task owns both sockets. It sleeps until the engine says something; then it passes news on at once, and while more
-keeps coming ten times a second.
+One task owns both sockets. It sleeps until the engine says something.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Final
 
 import zmq
 import zmq.asyncio
 
 from cluster.frames import BadFrame
-from cluster.messages import MAX_BLOCKS_PER_MESSAGE, CacheEvents
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.engine_events import END, MAX_BATCH_BYTES, read_batch
+from cluster.prefix_events.teller import CacheTeller
 
 log = logging.getLogger("twinpool.worker")
 
-RELAY_EVERY_S = 0.1
 REPLAY_TIMEOUT_S = 5.0
 _MAX_GAP: Final = 1 << 32
 """A number further ahead is not one of the engine's."""
@@ -29,15 +25,13 @@ _NUMBER_BYTES: Final = 8
 
 
 class CacheRelay:
-    """Reads one engine's events for one proxy at a time.
+    """Reads the events of one engine that has just started.
 
     Args:
         context: of the running loop.
         event_address, replay_address: where the engine publishes and repeats.
-        epoch: of this host.
-        tell: sends a message to the proxy, without waiting.
-
-    Until `run`, and without it, nothing is told.
+        cached: what the engine holds; changed here.
+        teller: tells the proxy.
     """
 
     def __init__(
@@ -45,66 +39,20 @@ class CacheRelay:
         context: zmq.asyncio.Context,
         event_address: str,
         replay_address: str,
-        epoch: str,
-        tell: Callable[[CacheEvents], None],
+        cached: CachedBlocks,
+        teller: CacheTeller,
     ) -> None:
         self._context = context
         self._event_address = event_address
         self._replay_address = replay_address
-        self._epoch = epoch
-        self._tell = tell
-        self._cached = CachedBlocks(block_size=1, max_blocks=0)
-        self._running = False
-        self._seq: int | None = None
-        """Of the next message; None while there is no proxy."""
+        self._cached = cached
+        self._teller = teller
         self._expected = 0
         """Number of the engine's next batch."""
-        self._told_at_s = 0.0
 
-    # --- towards the proxy -----------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """A proxy that knows nothing: tells everything."""
-        self._seq = 0
-        if self._running:
-            news = self._cached.take_news()
-            self._say(self._cached.all_blocks(), (), True, news.known)
-
-    def pause(self) -> None:
-        """There is no proxy."""
-        self._seq = None
-
-    def engine_was_reset(self) -> None:
-        """A call emptied the prefix cache. An idle engine says so only with its next step."""
-        if self._running:
-            self._cached.clear()
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        news = self._cached.take_news()
-        self._say(news.stored, news.removed, news.cleared, news.known)
-
-    def _say(self, stored: Sequence[int], removed: Sequence[int], cleared: bool, known: bool) -> None:
-        if self._seq is None:
-            return
-        self._told_at_s = time.monotonic()
-        oddities = dict(self._cached.oddities)
-        self._cached.oddities.clear()
-        for some_stored, some_removed in zip_longest(_pieces(stored), _pieces(removed)):
-            message = CacheEvents(
-                self._epoch, self._seq, some_stored or [], some_removed or [], cleared, known, oddities
-            )
-            self._tell(message)
-            self._seq += 1
-            cleared, oddities = False, {}
-
-    # --- from the engine -------------------------------------------------------------------------
-
-    async def run(self, cached: CachedBlocks) -> None:
-        """Reads until cancelled. `cached`: of an engine that has just started; changed only here."""
-        self._cached, self._running = cached, True
-        if self._seq is not None:
-            self.begin()
+    async def run(self) -> None:
+        """Reads until cancelled."""
+        self._teller.watch(self._cached)
         with self._context.socket(zmq.SUB) as live:
             live.setsockopt(zmq.LINGER, 0)
             live.setsockopt(zmq.RCVHWM, 0)  # what is lost here would have to be fetched again
@@ -116,13 +64,11 @@ class CacheRelay:
                 if await live.poll(self._patience_ms()):
                     await self._take(await live.recv_multipart())
                 if self._patience_ms() == 0:
-                    self._pass_on()
+                    self._teller.pass_on()
 
     def _patience_ms(self) -> int | None:
-        """How long to wait for more before the news is passed on; None if there is none, or nobody to tell."""
-        if self._seq is None or not (self._cached.has_news or self._cached.oddities):
-            return None
-        return max(0, round((self._told_at_s + RELAY_EVERY_S - time.monotonic()) * 1e3))
+        patience_s = self._teller.patience_s()
+        return None if patience_s is None else round(patience_s * 1e3)
 
     async def _take(self, frames: Sequence[bytes]) -> None:
         seq = self._number(frames)
@@ -175,9 +121,3 @@ class CacheRelay:
                             self._apply(seq, frames[3])
             except TimeoutError:
                 log.warning("cache_events_not_replayed within_s=%g", REPLAY_TIMEOUT_S)
-
-
-def _pieces(hashes: Sequence[int]) -> Iterator[list[int]]:
-    """At least one, perhaps empty."""
-    for start in range(0, max(1, len(hashes)), MAX_BLOCKS_PER_MESSAGE):
-        yield list(hashes[start : start + MAX_BLOCKS_PER_MESSAGE])

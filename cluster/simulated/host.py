@@ -86,7 +86,7 @@ class SimulatedWorker:
         self._asleep = False
         self._at_work = False
         self._drain = DrainWatch(name.worker_id, name.role, self._carried, self._say_hello, self._drop_everything)
-        self._cache_news = CacheNewsTeller(self._engine, self.epoch, self._tell_proxy)
+        self._cache_news = CacheNewsTeller(self._engine.cached, self.epoch, self._tell_proxy)
         self._last_work_s = -math.inf
         self._proxy_epoch = ""
         self._proxy_heard_at_s = 0.0

@@ -6,22 +6,9 @@ the one that was given back first is needed first.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from cluster.prefix_events.block_hashes import block_hash, root
-
-
-@dataclass(slots=True)
-class CacheChange:
-    """What became known and unknown since somebody last asked. No block is in both sets."""
-
-    cleared: bool = False
-    """First of all: nothing was known any more."""
-    stored: set[int] = field(default_factory=set)
-    removed: set[int] = field(default_factory=set)
-
-    def __bool__(self) -> bool:
-        return bool(self.cleared or self.stored or self.removed)
+from cluster.prefix_events.cached_blocks import CachedBlocks
 
 
 def block_hashes(tokens: Sequence[int], block_size: int, salt: str, known: Sequence[int] = ()) -> list[int]:
@@ -38,15 +25,15 @@ def block_hashes(tokens: Sequence[int], block_size: int, salt: str, known: Seque
 
 
 class BlockPool:
-    """Blocks by id, from 0 on."""
+    """Blocks by id, from 0 on. What becomes known and what is forgotten is noted in `noted`."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, noted: CachedBlocks) -> None:
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._holders = [0] * num_blocks
         self._hash_of: dict[int, int] = {}
         self._by_hash: dict[int, int] = {}
-        self._change = CacheChange()
+        self._noted = noted
 
     @property
     def num_free(self) -> int:
@@ -75,7 +62,8 @@ class BlockPool:
             block, _none = self._free.popitem(last=False)
             known_as = self._hash_of.pop(block, None)
             if known_as is not None:
-                self._forget(known_as)
+                del self._by_hash[known_as]
+                self._noted.drop(known_as)
             self._holders[block] = 1
             table.append(block)
         return table
@@ -92,27 +80,7 @@ class BlockPool:
         if block not in self._hash_of and known_as not in self._by_hash:
             self._hash_of[block] = known_as
             self._by_hash[known_as] = block
-            if known_as in self._change.removed:
-                self._change.removed.discard(known_as)
-            else:
-                self._change.stored.add(known_as)
-
-    def _forget(self, known_as: int) -> None:
-        del self._by_hash[known_as]
-        if known_as in self._change.stored:
-            self._change.stored.discard(known_as)
-        else:
-            self._change.removed.add(known_as)
-
-    @property
-    def hashes(self) -> list[int]:
-        """Of every known block."""
-        return list(self._by_hash)
-
-    def take_change(self) -> CacheChange:
-        """The net change since the last call."""
-        change, self._change = self._change, CacheChange()
-        return change
+            self._noted.hold(known_as, known_as)
 
     def forget_all(self) -> bool:
         """Nothing is known any more; as in vLLM only while nobody holds a block."""
@@ -120,5 +88,5 @@ class BlockPool:
             return False
         self._hash_of.clear()
         self._by_hash.clear()
-        self._change = CacheChange(cleared=True)
+        self._noted.clear()
         return True

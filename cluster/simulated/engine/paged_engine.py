@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass
 
 from cluster.config import SimulationConfig
+from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.simulated.engine.answers import finish_of, output_of
-from cluster.simulated.engine.blocks import BlockPool, CacheChange, block_hashes
+from cluster.simulated.engine.blocks import BlockPool, block_hashes
 from cluster.simulated.engine.cost import Chunk, CostModel
 from cluster.simulated.engine.events import (
     EngineEvent,
@@ -54,7 +55,9 @@ class SimulatedEngine:
         self._max_model_len = max_model_len
         self._cost = cost
         self._vocabulary = vocabulary
-        self._pool = BlockPool(config.num_blocks)
+        self.cached = CachedBlocks(config.block_size, config.num_blocks)
+        """What a prompt may find."""
+        self._pool = BlockPool(config.num_blocks, self.cached)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -312,14 +315,6 @@ class SimulatedEngine:
     def reset_prefix_cache(self) -> bool:
         """Forgets all blocks; False, and nothing forgotten, while some are held."""
         return self._pool.forget_all()
-
-    def cached_blocks(self) -> list[int]:
-        """Hashes of all blocks that a prompt may find."""
-        return self._pool.hashes
-
-    def take_cache_news(self) -> CacheChange:
-        """What changed of those since the last call."""
-        return self._pool.take_change()
 
     def block_count(self) -> BlockCount:
         """Blocks by who holds them."""

@@ -228,6 +228,9 @@ async def test_the_proxy_knows_what_the_prefix_cache_holds(cluster: Cluster) -> 
     await cluster.proxy.run(PROMPT, max_tokens=2)
     await until(lambda: index.cached_tokens(hashes) == {"decode-0": len(PROMPT) // 16 * 16})
     process.workers[0]._cache_news.begin()
+    await cluster.proxy.run([*PROMPT, 7, 8, 9], max_tokens=2)
+    for kind in ("expected", "found"):
+        assert cluster.proxy.metric("prefix_tokens_total", kind=kind) == len(PROMPT) // 16 * 16
     await cluster.proxy.pool.call_all("reset_prefix_cache")
     await until(lambda: index.cached_tokens(hashes) == {})
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.prefix_events.block_hashes import NO_PARENT, block_hash, root
@@ -124,6 +124,7 @@ def test_it_never_grows_beyond_the_engines_blocks() -> None:
     assert not cached.known
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_whoever_follows_the_news_holds_what_the_engine_holds(data: st.DataObject) -> None:
     cached, told, copies = CachedBlocks(BLOCK, 50), set[int](), dict[int, int]()

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from cluster.messages import CacheEvents
 from cluster.prefix_events import relay as relay_module
+from cluster.prefix_events import teller
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.engine_events import END, AllBlocksCleared, BlockStored
 from cluster.prefix_events.relay import CacheRelay
+from cluster.prefix_events.teller import CacheTeller
 from tests.unit.cluster.prefix_events.test_cached_blocks import BLOCK, ours, removed, stored
 from tests.unit.mutations import DEEP, mutated
 
@@ -68,7 +70,9 @@ class Made:
         self.told: list[CacheEvents] = []
         self.told_at_s: list[float] = []
         self.held: set[int] = set()
-        self.relay = CacheRelay(context, f"ipc://{directory}/events", f"ipc://{directory}/replay", "epoch", self._hear)
+        self.teller = CacheTeller("epoch", self._hear)
+        addresses = (f"ipc://{directory}/events", f"ipc://{directory}/replay")
+        self.relay = CacheRelay(context, *addresses, CachedBlocks(BLOCK, 100), self.teller)
 
     def _hear(self, message: CacheEvents) -> None:
         message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=CacheEvents)
@@ -86,10 +90,10 @@ class Made:
 async def made_at(directory: Path, *, begun: bool = True) -> AsyncIterator[Made]:
     with zmq.asyncio.Context() as context:
         made = Made(context, directory)
-        running = asyncio.create_task(made.relay.run(CachedBlocks(BLOCK, 100)))
+        running = asyncio.create_task(made.relay.run())
         try:
             if begun:
-                made.relay.begin()
+                made.teller.begin()
             # Its first question shows that it runs; its subscription was on the way before.
             await made.until(lambda: made.publisher.asked == [0])
             await asyncio.sleep(0.05)
@@ -160,15 +164,15 @@ async def test_a_proxy_is_told_everything_when_it_begins_and_nothing_while_there
         await made.publisher.publish(*[stored([i], [i, i]) for i in range(5)])
         await asyncio.sleep(0.05)
         assert made.told == []
-        with patch.object(relay_module, "MAX_BLOCKS_PER_MESSAGE", 2):
-            made.relay.begin()
+        with patch.object(teller, "MAX_BLOCKS_PER_MESSAGE", 2):
+            made.teller.begin()
         assert len(made.held) == 5
         assert [(message.seq, message.cleared) for message in made.told] == [(0, True), (1, False), (2, False)]
-        made.relay.pause()
+        made.teller.pause()
         await made.publisher.publish(stored([9], [9, 9]))
         await asyncio.sleep(0.05)
         assert len(made.told) == 3
-        made.relay.begin()
+        made.teller.begin()
         assert len(made.held) == 6
 
 
@@ -176,7 +180,7 @@ async def test_a_reset_by_call_is_told_before_the_engine_makes_a_step(tmp_path: 
     async with made_at(tmp_path) as made:
         await made.publisher.publish(stored([71], [1, 2]))
         await made.until(lambda: made.held)
-        made.relay.engine_was_reset()
+        made.teller.engine_was_reset()
         assert made.held == set()
         assert made.told[-1].known
 

@@ -26,6 +26,7 @@ from cluster.prefix_events.block_hashes import NO_PARENT, block_hash, root
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.engine_events import BlockRemoved, BlockStored, read_batch
 from cluster.prefix_events.relay import CacheRelay
+from cluster.prefix_events.teller import CacheTeller
 
 BLOCK = 4
 
@@ -165,9 +166,10 @@ async def test_what_vllms_publisher_said_before_anybody_listened_is_fetched_or_u
             event = kv_events.BlockStored([at], at - 1 if at else None, [at] * BLOCK, BLOCK, None, "GPU", None)
             publisher.publish(kv_events.KVEventBatch(0.0, [event]))
         await asyncio.to_thread(publisher._event_queue.join)
-        relay = CacheRelay(context, f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", "epoch", told.append)
-        relay.begin()
-        running = asyncio.create_task(relay.run(CachedBlocks(BLOCK, 100)))
+        teller = CacheTeller("epoch", told.append)
+        teller.begin()
+        addresses = (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+        running = asyncio.create_task(CacheRelay(context, *addresses, CachedBlocks(BLOCK, 100), teller).run())
         try:
             async with asyncio.timeout(5):
                 while len(told) < 2:  # noqa: ASYNC110

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SimulationConfig
+from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.simulated.engine.blocks import BlockPool, block_hashes
 from cluster.simulated.engine.cost import Chunk, CostModel
 from cluster.simulated.engine.events import (
@@ -257,7 +258,7 @@ def test_whatever_comes_in_whatever_order_every_block_comes_back() -> None:
 
 
 def test_free_blocks_are_reused_from_the_end_of_the_oldest_prompt() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, CachedBlocks(4, 3))
     hashes = block_hashes([1, 1, 2, 2, 3, 3], 2, "")
     table = pool.hold((), 3)
     assert table is not None
