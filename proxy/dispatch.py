@@ -40,7 +40,7 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, IllegalTransition, Stage, advance
+from proxy.flights.flight import Flight, IllegalTransition, Stage, advance, passes_on
 from proxy.flights.front_end import FrontEnd, LocalFrontEnd
 from proxy.flights.legbook import Legbook
 from proxy.flights.lifetime import LifetimeEvent
@@ -56,7 +56,9 @@ from proxy.legs.vllm_leg_outputs import (
     batch,
     client_output,
     found_tokens,
+    is_plain,
     leg_event,
+    passed_on,
     prompt_scores,
     scheduled_ago_s,
 )
@@ -197,11 +199,15 @@ class Dispatcher:
             self._metrics.bad_frames.inc()
             log.warning("bad_outputs worker=%s error=%s", worker.worker_id, error)
             return
+        now_s = time.monotonic()
         if step.outputs:
-            self.progress.worked(worker.worker_id, time.monotonic())
+            self.progress.worked(worker.worker_id, now_s)
         for output in step.outputs:
             leg = self.legs.find(output.request_id, worker.worker_id)
             if leg is None:
+                continue
+            if leg.trip.passes_on == leg.kind and is_plain(output):
+                self._pass_on(leg.trip, output, now_s)
                 continue
             if output.events and (ago_s := scheduled_ago_s(output, step.timestamp)) is not None:
                 self.witness.scheduled(leg.trip, leg.kind, ago_s)
@@ -209,6 +215,15 @@ class Dispatcher:
                 self._close_leg(leg.trip, leg.kind)
             self._feed(leg.trip, leg_event(leg.kind, output))
         self._flush(worker, step)
+
+    def _pass_on(self, trip: Trip, output: Any, now_s: float) -> None:
+        """What `_feed` comes to for most tokens; see `flights.flight.passes_on`."""
+        trip.num_outputs += 1
+        trip.account.output(now_s)
+        outputs = self._batches.get(trip.front_end)
+        if outputs is None:
+            outputs = self._batches[trip.front_end] = []
+        outputs.append(passed_on(output, trip.request_id))
 
     def on_prefill_started(self, worker: Worker, transfer_id: str) -> None:
         """The prefill engine scheduled the first chunk of a hand-over."""
@@ -347,6 +362,8 @@ class Dispatcher:
         trip.flight = step.flight
         for action in step.actions:
             self._perform(trip, action)
+        # The first two outputs are parts of the request's lifetime.
+        trip.passes_on = passes_on(trip.flight) if trip.num_outputs >= 2 else None
         if trip.group:
             # Also when it has finished: held outputs may come and end it all at once.
             self._let_follow(trip.group, ended_at=decode_before)

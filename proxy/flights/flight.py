@@ -34,6 +34,7 @@ from proxy.flights.events import (
     Event,
     Finish,
     HandoverClosed,
+    LegKind,
     LegOutput,
     Placed,
     PrefillStarted,
@@ -120,6 +121,22 @@ def advance(flight: Flight, event: Event) -> Step:
         case Stage.FINISHED:
             # Whatever was on its way when the flight ended.
             return Step(flight)
+
+
+def passes_on(flight: Flight) -> LegKind | None:
+    """The leg whose outputs change nothing as long as none is the last: each is given to the client, and that is all.
+
+    None while every output has to be looked at. For most tokens this spares `advance`, which would say the same.
+    """
+    if not flight.emitted or flight.prefill_payload is not None:
+        return None
+    match flight.stage:
+        case Stage.HANDING_OVER | Stage.DECODING:
+            return "decode"
+        case Stage.LOCAL:
+            return "local"
+        case _:
+            return None
 
 
 def _in_waiting(flight: Flight, event: Event) -> Step:

@@ -35,6 +35,8 @@ class Trip:
     deadline_s: float | None = None
     """While waiting in the proxy's queue."""
     num_outputs: int = 0
+    passes_on: LegKind | None = None
+    """The leg whose outputs go straight to the client: nothing of interest is left to happen but their end."""
     expected_cached_tokens: int | None = None
     """Prompt tokens that should be in the cache of the worker that got the prompt; None: that is not known."""
     scores: Any = None

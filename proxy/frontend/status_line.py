@@ -43,7 +43,7 @@ class StatusLine:
             await self._app(scope, receive, send)
             return
         context = RequestContext()
-        response = _HeldStart(_saying_when(send, context))
+        response = _HeldStart(send, context)
         token = CURRENT.set(context)
         try:
             await self._app(scope, receive, response)
@@ -55,31 +55,31 @@ class StatusLine:
             CURRENT.reset(token)
 
 
-def _saying_when(send: Send, context: RequestContext) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] in TRY_LATER:
-            headers = list(message.get("headers", ()))
-            if not any(bytes(name).lower() == b"retry-after" for name, _ in headers):
-                after_s = context.retry_after_s if context.retry_after_s is not None else RETRY_AFTER_S
-                whole_s = math.ceil(min(max(after_s, 1), RETRY_AFTER_LIMIT_S))
-                message["headers"] = [*headers, (b"retry-after", str(whole_s).encode())]
-        await send(message)
-
-    return sending
-
-
 class _HeldStart:
     """Sends of one response."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, context: RequestContext) -> None:
         self._send = send
+        self._context = context
         self._held: Message | None = None
         self._is_stream = False
+        self._streams = False
+        """It has begun, with something that is no error."""
         self._over = False
 
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and _is_event_stream(message):
-            self._is_stream, self._held = True, message
+    def __call__(self, message: Message) -> Awaitable[None]:
+        # Called for every event: those in the middle of a stream go on without a coroutine of ours around them.
+        in_the_middle = self._streams and message.get("more_body", False)
+        if in_the_middle and not bytes(message.get("body", b"")).startswith(_ERROR_PREFIXES):
+            return self._send(message)
+        return self._take(message)
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if _is_event_stream(message):
+                self._is_stream, self._held = True, message
+            else:
+                await self._send_start(message)
             return
         if not self._is_stream or message["type"] != "http.response.body":
             await self._send(message)
@@ -98,9 +98,10 @@ class _HeldStart:
                 await self._send_error(start, error)
                 return
             start["headers"] = [*_without(start.get("headers", ()), dict(STREAM_HEADERS)), *STREAM_HEADERS]
-            await self._send(start)
+            await self._send_start(start)
+        self._streams = not self._over
         if body.startswith(_ERROR_PREFIXES):
-            self._over = True
+            self._over, self._streams = True, False
             await self._send({"type": "http.response.body", "body": _first_event(body), "more_body": False})
             return
         await self._send(message)
@@ -109,7 +110,7 @@ class _HeldStart:
         """Ends a stream whose maker failed; False if this is no stream, or it has ended."""
         if not self._is_stream or self._over:
             return False
-        self._over = True
+        self._over, self._streams = True, False
         envelope = envelope_of(error)
         if self._held is not None:
             await self._send_error(self._held, envelope)
@@ -134,8 +135,17 @@ class _HeldStart:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ]
-        await self._send({"type": "http.response.start", "status": error_status(error), "headers": headers})
+        await self._send_start({"type": "http.response.start", "status": error_status(error), "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_start(self, start: Message) -> None:
+        if start["status"] in TRY_LATER:
+            headers = list(start.get("headers", ()))
+            if not any(bytes(name).lower() == b"retry-after" for name, _ in headers):
+                after_s = self._context.retry_after_s if self._context.retry_after_s is not None else RETRY_AFTER_S
+                whole_s = math.ceil(min(max(after_s, 1), RETRY_AFTER_LIMIT_S))
+                start["headers"] = [*headers, (b"retry-after", str(whole_s).encode())]
+        await self._send(start)
 
 
 def _is_event_stream(message: Message) -> bool:

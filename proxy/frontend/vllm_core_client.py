@@ -109,7 +109,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of one engine step of one worker."""
-        self._reader = asyncio.current_task()
+        if self._reader is None or self._reader.done():
+            self._reader = asyncio.current_task()
         outputs = await self._outputs.get()
         if isinstance(outputs, Exception):
             raise outputs

@@ -109,6 +109,18 @@ def client_output(
     return output
 
 
+def is_plain(output: EngineCoreOutput) -> bool:
+    """Whether an output has nothing but tokens and what belongs to them."""
+    return output.finish_reason is None and not output.events and output.prefill_stats is None
+
+
+def passed_on(output: EngineCoreOutput, request_id: str) -> EngineCoreOutput:
+    """What `client_output` makes of a plain output in the middle of a stream."""
+    output.request_id = request_id
+    output.kv_transfer_params = None
+    return output
+
+
 def add_prompt_scores(output: EngineCoreOutput, scores: PromptScores) -> None:
     """Puts the leader's prompt scores into a sibling's first output."""
     output.new_prompt_logprobs_tensors = scores.prompt_logprobs

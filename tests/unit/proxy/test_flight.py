@@ -30,7 +30,7 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, IllegalTransition, Stage, advance
+from proxy.flights.flight import Flight, IllegalTransition, Stage, Step, advance, passes_on
 from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote, Wait
 
 LOST = Cause("silent", "it was lost")
@@ -85,6 +85,15 @@ def test_a_request_goes_through_both_workers() -> None:
         Emit("decode", "last", finished=True),
     ]
     assert end.finished
+
+
+def test_outputs_pass_on_once_the_client_has_the_first() -> None:
+    begun = (REMOTE, PrefillStarted(), prefill_output())
+    assert [passes_on(run(flight(), *begun[:n])[0]) for n in range(4)] == [None, None, None, "decode"]
+    assert passes_on(run(flight(first_token_mode=False), *begun)[0]) is None, "what the prefill knows goes with it"
+    local = run(flight(), Placed(Local("d0", "short_prompt")))[0]
+    assert passes_on(local) is None
+    assert passes_on(run(local, LegOutput("local", 8, None, "a"))[0]) == "local"
 
 
 def test_the_decode_leg_waits_for_the_prefill_when_it_reserves_at_the_end() -> None:
@@ -378,6 +387,10 @@ class World:
         if self.flight.finished:
             assert not self.legs, f"orphans: {self.legs}"
             assert not self.lease_at, "the lease was neither dropped nor consumed"
+        leg = passes_on(self.flight)
+        if leg is not None:
+            passed = Step(self.flight, (Emit(leg, "any", finished=False),))
+            assert advance(self.flight, LegOutput(leg, 9, None, "any")) == passed, "outputs may skip `advance` here"
         decoded = [int(p.removeprefix("decode")) for p in self.emitted if p.startswith("decode")]
         assert decoded == sorted(decoded)
         if self.flight.first_token_mode and decoded:

@@ -16,7 +16,9 @@ from proxy.legs.vllm_leg_outputs import (
     add_prompt_scores,
     batch,
     client_output,
+    is_plain,
     leg_event,
+    passed_on,
     prompt_scores,
 )
 
@@ -51,6 +53,20 @@ def test_of_the_decode_leg_the_client_sees_tokens_and_preemptions_only() -> None
     assert merged.prefill_stats is None
     assert merged.events == [PREEMPTED]
     assert client_output(output(events=[QUEUED]), "client", "decode", False, None).events is None
+
+
+@pytest.mark.parametrize("leg", ["decode", "local"])
+def test_a_plain_output_is_passed_on_as_it_would_be_merged(leg: Any) -> None:
+    values: dict[str, Any] = {"kv_transfer_params": {"x": 1}, "num_nans_in_logits": 3, "stop_reason": 7}
+    assert is_plain(output(**values))
+    assert passed_on(output(**values), "client") == client_output(output(**values), "client", leg, False, None)
+
+
+@pytest.mark.parametrize(
+    "news", [{"finish_reason": FinishReason.STOP}, {"events": [PREEMPTED]}, {"prefill_stats": PrefillStats()}]
+)
+def test_an_output_with_news_is_not_plain(news: dict[str, Any]) -> None:
+    assert not is_plain(output(**news))
 
 
 def test_in_exact_mode_the_first_decode_output_carries_what_the_prefill_knew() -> None:
