@@ -137,6 +137,12 @@ class SchedulingConfig(ConfigNode):
     prefix_events: bool = Field(
         default=True, description="Workers tell the proxy which prompts' blocks their prefix caches hold."
     )
+    max_losses: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        description="A request that loses its workers so many times in a row, without a new token in between, fails.",
+    )
 
 
 class ServerConfig(ConfigNode):

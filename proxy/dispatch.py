@@ -20,6 +20,7 @@ from proxy.dispatch_settings import DispatchSettings
 from proxy.flights.actions import (
     AbortLeg,
     Action,
+    Continue,
     DropTransfer,
     Emit,
     Fail,
@@ -29,9 +30,12 @@ from proxy.flights.actions import (
     SubmitLocal,
     SubmitPrefill,
 )
+from proxy.flights.causes import cannot_continue
 from proxy.flights.events import (
     Aborted,
+    CannotContinue,
     Cause,
+    Continued,
     DeadlinePassed,
     Event,
     HandoverClosed,
@@ -49,6 +53,7 @@ from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip
 from proxy.health.progress import Progress
 from proxy.legs.urgency import Urgency, urgency_of
+from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_outputs import (
     BadOutputs,
     OutputDecoder,
@@ -62,7 +67,7 @@ from proxy.legs.vllm_leg_outputs import (
     prompt_scores,
     scheduled_ago_s,
 )
-from proxy.legs.vllm_leg_requests import Exporter, LegRequests
+from proxy.legs.vllm_leg_requests import Exporter, LegRequests, describe
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.place import Local, Placement, PrefillOnly, Wait, place
 from proxy.scheduling.slo import SloClass
@@ -145,11 +150,15 @@ class Dispatcher:
             wants_prompt_scores=shape.wants_prompt_scores,
             reserve_at_start=self._settings.reserve_at_start,
             open_ended=bool(request.resumable),
+            streamed=bool(request.resumable),
+            max_losses=self._settings.max_losses,
         )
         lifetime, account = self.witness.arrived(request), self.witness.account(shape)
         trip = self.trips[request_id] = Trip(
             request_id, request, shape, flight, lifetime, front_end or self._local, account, group
         )
+        if not why_not_continued(request, (), shape.local_because):
+            trip.sent = []
         if self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
@@ -220,6 +229,8 @@ class Dispatcher:
         """What `_feed` comes to for most tokens; see `flights.flight.passes_on`."""
         trip.num_outputs += 1
         trip.account.output(now_s)
+        if trip.sent is not None:
+            trip.sent += output.new_token_ids
         outputs = self._batches.get(trip.front_end)
         if outputs is None:
             outputs = self._batches[trip.front_end] = []
@@ -384,7 +395,7 @@ class Dispatcher:
                 trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
                 engine_request_id = self._open_leg(trip, "local", worker_id)
                 scores_known = trip.scores is not None
-                frames = self._requests.local(trip.request, engine_request_id, _urgency(trip), scores_known)
+                frames = self._requests.local(trip.rest, engine_request_id, _urgency(trip), scores_known)
                 self._send(worker_id, messages.Submit(engine_request_id), frames)
             case SendFirstToken(worker_id, token):
                 self._send(worker_id, messages.FirstToken(trip.transfer_id, token))
@@ -394,15 +405,41 @@ class Dispatcher:
                 closed_id = self._close_leg(trip, kind)
                 if closed_id is not None:
                     self._send(worker_id, messages.Abort([closed_id]))
-            case PlaceAnew(cause):
+            case PlaceAnew(cause, lost):
                 self._metrics.replacements.inc()
                 log.warning("placed_anew request=%s cause=%s", trip.request_id, cause.message)
                 _note(trip, "placed_anew")
-                self._expect_late_news(trip)
-                trip.transfer_id = ""
-                self._place(trip)
+                self._place_without(trip, lost)
+            case Continue(cause, lost):
+                self._continue(trip, cause, lost)
             case Fail(status, cause):
                 self._tell_failure(trip, status, cause)
+
+    def _continue(self, trip: Trip, cause: Cause, lost: str) -> None:
+        """Makes what the client has got part of the prompt and places the rest; or says why that is impossible."""
+        sent = trip.sent or ()
+        why_not = why_not_continued(trip.request, sent, trip.shape.local_because)
+        if why_not:
+            self._feed(trip, CannotContinue(cannot_continue(cause, why_not)))
+            return
+        self._metrics.migrations.labels(cause.kind).inc()
+        log.warning("continued request=%s sent=%d cause=%s", trip.request_id, len(sent), cause.message)
+        _note(trip, "continued")
+        trip.continued = continued_request(trip.request, sent)
+        shape = describe(trip.continued)
+        trip.shape = replace(shape, standing=trip.shape.standing, continues=True)
+        heir_id = self.siblings.resign(trip)
+        self._feed(trip, Continued(shape.num_prompt_tokens, shape.max_tokens, shape.first_token_mode))
+        self._place_without(trip, lost)
+        heir = self.trips.get(heir_id or "")
+        if heir is not None:
+            self._place(heir)
+
+    def _place_without(self, trip: Trip, lost: str) -> None:
+        self._expect_late_news(trip)
+        trip.transfer_id, trip.deadline_s = "", None
+        trip.shape = replace(trip.shape, avoid=lost)
+        self._place(trip)
 
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
         siblings = [t for t in self.trips.values() if t.group == trip.group] if trip.group else []
@@ -418,7 +455,7 @@ class Dispatcher:
         trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
         engine_request_id = self._open_leg(trip, "prefill", worker_id)
         first_token = trip.shape.first_token_mode
-        frames = self._requests.prefill(trip.request, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
+        frames = self._requests.prefill(trip.rest, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
     def _submit_decode(self, trip: Trip, worker_id: str) -> None:
@@ -426,7 +463,7 @@ class Dispatcher:
         exporter = Exporter(trip.flight.prefill, self._pool.roster.workers[trip.flight.prefill].hello.ranks)
         engine_request_id = self._open_leg(trip, "decode", worker_id)
         frames = self._requests.decode(
-            trip.request, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter, _urgency(trip)
+            trip.rest, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter, _urgency(trip)
         )
         self._send(worker_id, messages.Submit(engine_request_id), frames)
 
@@ -446,7 +483,9 @@ class Dispatcher:
                 add_prompt_scores(payload, trip.scores)
             else:
                 trip.scores = prompt_scores(prefill if prefill is not None else payload)
-        output = client_output(payload, trip.request_id, leg, finished, prefill)
+        if trip.sent is not None:
+            trip.sent += payload.new_token_ids
+        output = client_output(payload, trip.request_id, leg, finished, prefill, trip.shape.continues)
         self._batches.setdefault(trip.front_end, []).append(output)
         if finished:
             _note(trip, "finished")

@@ -20,6 +20,8 @@ class DispatchSettings:
     queue_timeout_s: float
     hold_every_s: float
     """How often prefill workers are told which leases are still wanted."""
+    max_losses: int = 3
+    """So many workers lost in a row without a new token in between, and a request fails."""
 
 
 def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
@@ -32,4 +34,5 @@ def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
         reserve_at_start=config.scheduling.reserve == "at_prefill_start",
         queue_timeout_s=config.scheduling.queue_timeout_s,
         hold_every_s=config.transfer.beat_s,
+        max_losses=config.scheduling.max_losses,
     )

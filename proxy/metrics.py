@@ -36,7 +36,10 @@ class ProxyMetrics:
         self.remote_prefill_tokens = counter("remote_prefill_tokens", "Prompt tokens of requests prefilled remotely.")
         self.local_prefill_tokens = counter("local_prefill_tokens", "Prompt tokens of requests served by one worker.")
         self.decisions = counter("decisions", "Placements, by what decided them.", "placement", "reason")
-        self.replacements = counter("replacements", "Requests placed anew after a worker was lost.")
+        self.replacements = counter("replacements", "Requests started over after a worker was lost.")
+        self.migrations = counter(
+            "migrations", "Answers continued at other workers after one was lost, by the kind of loss.", "cause"
+        )
         self.failed = counter("requests_failed", "Requests answered with an error of the cluster.", "status", "cause")
         self.handovers = counter("handovers", "Hand-overs ended, by outcome.", "outcome")
         self.handover_failures = counter(

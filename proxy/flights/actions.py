@@ -52,9 +52,20 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class PlaceAnew:
-    """Choose workers again, and mint new ids; answer with `Placed`."""
+    """Nobody has seen anything of it: choose workers again, and mint new ids; answer with `Placed`."""
 
     cause: Cause
+    lost: str
+    """The worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """What the client has got becomes part of the prompt: answer with `Continued` and place it, or `CannotContinue`."""
+
+    cause: Cause
+    lost: str
+    """The worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +74,15 @@ class Fail:
     cause: Cause
 
 
-Action = SubmitPrefill | SubmitDecode | SubmitLocal | SendFirstToken | DropTransfer | AbortLeg | Emit | PlaceAnew | Fail
+Action = (
+    SubmitPrefill
+    | SubmitDecode
+    | SubmitLocal
+    | SendFirstToken
+    | DropTransfer
+    | AbortLeg
+    | Emit
+    | PlaceAnew
+    | Continue
+    | Fail
+)

@@ -28,6 +28,22 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """The tokens sent have become part of the prompt, and this is what is left of the request."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    first_token_mode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CannotContinue:
+    """No other worker can go on exactly; `cause` says why."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillStarted:
     """The prefill engine scheduled the first chunk."""
 
@@ -66,4 +82,14 @@ class DeadlinePassed:
     cause: Cause
 
 
-Event = Placed | PrefillStarted | LegOutput | HandoverClosed | WorkerLost | Aborted | DeadlinePassed
+Event = (
+    Placed
+    | Continued
+    | CannotContinue
+    | PrefillStarted
+    | LegOutput
+    | HandoverClosed
+    | WorkerLost
+    | Aborted
+    | DeadlinePassed
+)

@@ -3,7 +3,8 @@
 Nothing here sends, waits or reads a clock. `advance` takes a flight and what happened to it, and returns the flight
 as it is afterwards with what must be done. An event that cannot happen in a stage raises `IllegalTransition`.
 
-    WAITING       nobody works on it: in the proxy's queue, or behind the sibling that fetches the prompt for it
+    WAITING       nobody works on it: in the proxy's queue, or behind the sibling that fetches the prompt for it. Also
+                  after a loss: it starts over, or goes on where the client's tokens end
     PREFILLING    the prefill leg runs; the decode leg may have been submitted to reserve its blocks
     HANDING_OVER  the prefill leg has ended; blocks may still be moving
     DECODING      the decode worker has the blocks, or recomputes them
@@ -18,6 +19,7 @@ from typing import Any
 from proxy.flights.actions import (
     AbortLeg,
     Action,
+    Continue,
     DropTransfer,
     Emit,
     Fail,
@@ -27,9 +29,12 @@ from proxy.flights.actions import (
     SubmitLocal,
     SubmitPrefill,
 )
+from proxy.flights.causes import after_loss, gave_up, no_token, too_often
 from proxy.flights.events import (
     Aborted,
+    CannotContinue,
     Cause,
+    Continued,
     DeadlinePassed,
     Event,
     Finish,
@@ -73,6 +78,10 @@ class Flight:
     """Submit the decode leg when the prefill starts, not when it has ended."""
     open_ended: bool = False
     """Streamed input: an output's finish reason ends a turn, not the request."""
+    streamed: bool = False
+    """The input came in pieces, which are not kept: it cannot start over."""
+    max_losses: int = 3
+    """So many workers lost in a row without one new token in between, and it fails."""
 
     stage: Stage = Stage.WAITING
     prefill: str = ""
@@ -86,9 +95,13 @@ class Flight:
     lease_open: bool = False
     """The prefill worker may hold blocks for us; whoever ends the flight must drop or consume them."""
     emitted: bool = False
-    """The client has seen something of it: from here on it cannot start over unseen."""
-    replaced: bool = False
-    """It was placed anew once; there is no second time."""
+    """The client has seen something of it: from here on it cannot start over, only be continued."""
+    progressed: bool = False
+    """The client got a token since it was placed last."""
+    losses: int = 0
+    """Workers lost in a row without a new token; those that had nothing of it yet do not count."""
+    lost: Cause | None = None
+    """Why it was taken from its workers last."""
     held: tuple[LegOutput, ...] = ()
     """Decode outputs that overtook the prefill output."""
     prefill_payload: Any = None
@@ -128,7 +141,7 @@ def passes_on(flight: Flight) -> LegKind | None:
 
     None while every output has to be looked at. For most tokens this spares `advance`, which would say the same.
     """
-    if not flight.emitted or flight.prefill_payload is not None:
+    if not flight.progressed or flight.prefill_payload is not None:
         return None
     match flight.stage:
         case Stage.HANDING_OVER | Stage.DECODING:
@@ -143,10 +156,21 @@ def _in_waiting(flight: Flight, event: Event) -> Step:
     match event:
         case Placed(placement):
             return _placed(flight, placement)
+        case Continued(num_prompt_tokens, max_tokens, first_token_mode):
+            rest = replace(
+                flight,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+                first_token_mode=first_token_mode,
+                wants_prompt_scores=False,  # they went out with the first output
+            )
+            return Step(rest)
+        case CannotContinue(cause):
+            return _end(flight, Fail(503, cause))
         case Aborted():
             return _end(flight)
         case DeadlinePassed(cause):
-            return _end(flight, Fail(504, cause))
+            return _end(flight, Fail(504, after_loss(flight.lost, cause)))
         case WorkerLost():
             return Step(flight)
         case PrefillStarted() | LegOutput() | HandoverClosed():
@@ -170,7 +194,9 @@ def _placed(flight: Flight, placement: Placement) -> Step:
         case Wait():
             return Step(flight)
         case Reject(status, reason, message, retry_after_s):
-            return _end(flight, Fail(status, Cause(reason, message, retry_after_s)))
+            # What was accepted once is no fault of the client's now.
+            status = 503 if flight.lost is not None else status
+            return _end(flight, Fail(status, after_loss(flight.lost, Cause(reason, message, retry_after_s))))
 
 
 def _in_prefilling(flight: Flight, event: Event) -> Step:
@@ -184,7 +210,7 @@ def _in_prefilling(flight: Flight, event: Event) -> Step:
             return _prefill_output(flight, event)
         case LegOutput("decode") if flight.decode_submitted:
             if event.finish == "abort":
-                return _decode_lost(flight, _gave_up(flight.decode))
+                return _decode_lost(flight, gave_up(flight.decode))
             running = flight.decode_running and event.finish is None
             return Step(replace(flight, held=(*flight.held, event), decode_running=running))
         case HandoverClosed(outcome) if flight.decode_submitted:
@@ -192,7 +218,8 @@ def _in_prefilling(flight: Flight, event: Event) -> Step:
             return Step(replace(flight, handover_closed=True, lease_open=flight.lease_open and not consumed))
         case WorkerLost(worker, cause):
             if worker == flight.prefill:
-                return _prefill_lost(replace(flight, prefill="", prefill_running=False, lease_open=False), cause)
+                gone = replace(flight, prefill="", prefill_running=False, lease_open=False)
+                return _prefill_lost(gone, worker, cause)
             if worker == flight.decode and not _decode_ended(flight):
                 return _decode_lost(flight, cause)
             return Step(flight)
@@ -200,23 +227,25 @@ def _in_prefilling(flight: Flight, event: Event) -> Step:
             return _end(flight)
         case DeadlinePassed(cause):
             return _end(flight, Fail(504, cause))
-        case Placed() | LegOutput() | HandoverClosed():
+        case Placed() | Continued() | CannotContinue() | LegOutput() | HandoverClosed():
             raise IllegalTransition(flight.stage, event)
 
 
 def _prefill_output(flight: Flight, output: LegOutput) -> Step:
     if output.finish == "abort":
-        return _prefill_lost(replace(flight, prefill_running=False), _gave_up(flight.prefill))
+        return _prefill_lost(replace(flight, prefill_running=False), flight.prefill, gave_up(flight.prefill))
     # The prefill leg has ended by itself: from here on there is nothing to abort, only a lease.
-    ended = replace(flight, prefill_running=False, prefill_payload=output.payload, stage=_after_prefill(flight))
+    # What it knows of the prompt went out with the first output, if there was one.
+    knows = None if flight.emitted else output.payload
+    ended = replace(flight, prefill_running=False, prefill_payload=knows, stage=_after_prefill(flight))
     if output.finish == "error" or (flight.first_token_mode and _ends_request(flight, output.finish)):
         return _end(ended, Emit("prefill", output.payload, finished=True))
     if output.token is None:
-        return _end(ended, Fail(500, _no_token(flight.prefill)))
+        return _end(ended, Fail(500, no_token(flight.prefill)))
     actions: list[Action] = []
     if flight.first_token_mode:
         actions.append(Emit("prefill", output.payload, finished=False))
-        ended = replace(ended, emitted=True, prefill_payload=None)
+        ended = replace(ended, emitted=True, progressed=True, prefill_payload=None)
     if not flight.decode_submitted:
         actions.append(SubmitDecode(flight.decode))
         ended = replace(ended, decode_submitted=True, decode_running=True)
@@ -249,15 +278,16 @@ def _release_held(flight: Flight, actions: list[Action]) -> Step:
     return Step(flight, tuple(actions))
 
 
-def _prefill_lost(flight: Flight, cause: Cause) -> Step:
+def _prefill_lost(flight: Flight, worker: str, cause: Cause) -> Step:
     """Before the prefill output. In exact mode the decode worker can go on alone: it has the whole prompt."""
     if flight.decode_submitted and not flight.first_token_mode and not flight.wants_prompt_scores:
         return _release_held(replace(flight, stage=_after_prefill(flight)), [])
-    return _start_over(flight, cause)
+    return _lost(flight, worker, cause)
 
 
 def _decode_lost(flight: Flight, cause: Cause) -> Step:
-    return _start_over(replace(flight, decode_running=False, decode=""), cause)
+    gone = replace(flight, decode_running=False, decode="")
+    return _lost(gone, flight.decode, cause, was_at_work=flight.decode_submitted)
 
 
 def _decode_ended(flight: Flight) -> bool:
@@ -287,47 +317,55 @@ def _in_decode(flight: Flight, event: Event) -> Step:
             return _end(flight, Fail(504, cause))
         case PrefillStarted():
             return Step(flight)
-        case Placed() | LegOutput() | HandoverClosed():
+        case Placed() | Continued() | CannotContinue() | LegOutput() | HandoverClosed():
             raise IllegalTransition(flight.stage, event)
 
 
 def _decode_output(flight: Flight, output: LegOutput) -> Step:
     if output.finish == "abort":
-        return _decode_lost(flight, _gave_up(flight.decode))
+        return _decode_lost(flight, gave_up(flight.decode))
     emit = Emit("decode", output.payload, output.finish is not None, flight.prefill_payload)
     if output.finish is not None:
         return _end(replace(flight, decode_running=False), emit)
-    if flight.emitted and flight.prefill_payload is None:
-        return Step(flight, (emit,))
-    return Step(replace(flight, emitted=True, prefill_payload=None), (emit,))
+    return Step(_seen(flight, output), (emit,))
+
+
+def _seen(flight: Flight, output: LegOutput) -> Flight:
+    """After the client has got an output that is not the last."""
+    if flight.progressed and flight.prefill_payload is None:
+        return flight
+    progressed = flight.progressed or output.token is not None
+    return replace(flight, emitted=True, progressed=progressed, prefill_payload=None)
 
 
 def _in_local(flight: Flight, event: Event) -> Step:
     match event:
         case LegOutput("local"):
             if event.finish == "abort":
-                return _start_over(replace(flight, decode=""), _gave_up(flight.decode))
+                return _lost(replace(flight, decode=""), flight.decode, gave_up(flight.decode))
             if event.finish is not None and not flight.open_ended:
                 return _end(replace(flight, decode=""), Emit("local", event.payload, finished=True))
             emit = Emit("local", event.payload, finished=False)
-            return Step(flight if flight.emitted else replace(flight, emitted=True), (emit,))
+            return Step(_seen(flight, event), (emit,))
         case WorkerLost(worker, cause):
-            return _start_over(replace(flight, decode=""), cause) if worker == flight.decode else Step(flight)
+            return _lost(replace(flight, decode=""), worker, cause) if worker == flight.decode else Step(flight)
         case Aborted():
             return _end(flight)
         case DeadlinePassed(cause):
             return _end(flight, Fail(504, cause))
-        case Placed() | PrefillStarted() | LegOutput() | HandoverClosed():
+        case Placed() | Continued() | CannotContinue() | PrefillStarted() | LegOutput() | HandoverClosed():
             raise IllegalTransition(flight.stage, event)
 
 
-def _start_over(flight: Flight, cause: Cause) -> Step:
-    """A leg is lost: clean up the other one, then place the request anew once if the client saw nothing yet."""
+def _lost(flight: Flight, worker: str, cause: Cause, was_at_work: bool = True) -> Step:
+    """A leg is lost: clean up the other one, then start over if the client saw nothing yet, or go on elsewhere."""
     cleanup = _cleanup(flight)
-    if flight.emitted or flight.replaced or flight.open_ended:
-        return Step(replace(_cleared(flight), stage=Stage.FINISHED), (*cleanup, Fail(503, cause)))
-    again = replace(_cleared(flight), stage=Stage.WAITING, replaced=True)
-    return Step(again, (*cleanup, PlaceAnew(cause)))
+    losses = (0 if flight.progressed else flight.losses) + was_at_work
+    if losses >= flight.max_losses:
+        return Step(replace(_cleared(flight), stage=Stage.FINISHED), (*cleanup, Fail(503, too_often(cause, losses))))
+    again = replace(_cleared(flight), stage=Stage.WAITING, progressed=False, losses=losses, lost=cause)
+    seen = flight.emitted or flight.streamed
+    return Step(again, (*cleanup, Continue(cause, worker) if seen else PlaceAnew(cause, worker)))
 
 
 def _end(flight: Flight, *last: Action) -> Step:
@@ -346,14 +384,6 @@ def _cleanup(flight: Flight) -> tuple[Action, ...]:
     if flight.lease_open and flight.prefill:
         actions.append(DropTransfer(flight.prefill))
     return tuple(actions)
-
-
-def _gave_up(worker: str) -> Cause:
-    return Cause("ended_by_worker", f"Worker {worker} stopped working on the request")
-
-
-def _no_token(worker: str) -> Cause:
-    return Cause("no_token", f"Worker {worker} ended the prefill without a token")
 
 
 def _cleared(flight: Flight) -> Flight:

@@ -22,6 +22,7 @@ LifetimeEvent = Literal[
     "handover_closed",
     "handover_loaded",
     "placed_anew",
+    "continued",
     "finished",
     "failed",
     "aborted",

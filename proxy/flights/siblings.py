@@ -77,11 +77,20 @@ class Siblings:
         if not group.members:
             del self._groups[trip.group]
             return None
-        if group.leader != trip.request_id:
-            return None
-        group.scores = group.scores or trip.scores
-        group.leader = group.waiting.pop(0) if group.waiting else ""
-        return group.leader or None
+        return _succeed(group, trip)
+
+    def resign(self, trip: Trip) -> str | None:
+        """A request goes on alone, with a prompt of its own. Returns the sibling that leads now and must be placed."""
+        group = self._groups.get(trip.group)
+        return _succeed(group, trip) if group is not None else None
+
+
+def _succeed(group: _Group, leader: Trip) -> str | None:
+    if group.leader != leader.request_id:
+        return None
+    group.scores = group.scores or leader.scores
+    group.leader = group.waiting.pop(0) if group.waiting else ""
+    return group.leader or None
 
 
 def _has_prompt(leader: Trip) -> bool:

@@ -20,6 +20,7 @@ class Trip:
     request: Any
     """The client's `EngineCoreRequest`; never changed."""
     shape: RequestShape
+    """Of `rest`."""
     flight: Flight
     lifetime: Lifetime
     front_end: FrontEnd
@@ -39,8 +40,17 @@ class Trip:
     """The leg whose outputs go straight to the client: nothing of interest is left to happen but their end."""
     expected_cached_tokens: int | None = None
     """Prompt tokens that should be in the cache of the worker that got the prompt; None: that is not known."""
+    sent: list[int] | None = None
+    """Every token the client got; None if they are not kept, because nobody else could go on after them."""
+    continued: Any = None
+    """What is left of the request after its stream lost a worker: tokens sent count as prompt."""
     scores: Any = None
     """Prompt scores of this request (`PromptScores`), or those a sibling got from its leader."""
+
+    @property
+    def rest(self) -> Any:
+        """The `EngineCoreRequest` that legs are made of."""
+        return self.request if self.continued is None else self.continued
 
     @property
     def label(self) -> str:

@@ -81,7 +81,12 @@ def found_tokens(leg: LegKind, output: EngineCoreOutput, prefill: EngineCoreOutp
 
 
 def client_output(
-    output: EngineCoreOutput, request_id: str, leg: LegKind, finished: bool, prefill: EngineCoreOutput | None
+    output: EngineCoreOutput,
+    request_id: str,
+    leg: LegKind,
+    finished: bool,
+    prefill: EngineCoreOutput | None,
+    continues: bool = False,
 ) -> EngineCoreOutput:
     """The output as the client's request sees it. Changes and returns `output`, which nobody else keeps.
 
@@ -91,13 +96,14 @@ def client_output(
         leg: where it comes from.
         finished: the request ends with it; else the leg's own finish reason is the proxy's doing.
         prefill: exact mode: the dropped prefill output, whose prompt scores and statistics belong to this one.
+        continues: the client has had the beginning from other workers, and the prompt's statistics with it.
     """
     output.request_id = request_id
     output.kv_transfer_params = None
     if leg == "prefill" and not finished:
         output.finish_reason = None
         output.stop_reason = None
-    if leg == "decode":
+    if leg == "decode" or continues:
         # Queueing and prefill were the prefill worker's; here only preemption means anything to the client.
         output.prefill_stats = None
         output.events = [e for e in output.events or () if e.type == EngineCoreEventType.PREEMPTED] or None

@@ -116,7 +116,7 @@ class LegRequests:
         urgency: Urgency,
     ) -> Frames:
         """The leg that fetches the prompt's blocks and generates the rest."""
-        leg = _without_prompt_scores(_own_params(client))
+        leg = without_prompt_scores(_own_params(client))
         leg.n = 1
         ranks = [{"rank": r.rank, "address": r.address, "epoch": r.epoch} for r in exporter.ranks]
         transfer = {
@@ -140,7 +140,7 @@ class LegRequests:
         params = client.sampling_params
         if params is None:
             return self._encode(client, engine_request_id, params)
-        leg = _without_prompt_scores(params) if prompt_scores_known else copy(params)
+        leg = without_prompt_scores(params) if prompt_scores_known else copy(params)
         _add_extra_args(leg, urgency.extra_args())
         return self._encode(client, engine_request_id, leg)
 
@@ -181,7 +181,8 @@ def _prompt_only_params(params: SamplingParams) -> SamplingParams:
     )
 
 
-def _without_prompt_scores(params: SamplingParams) -> SamplingParams:
+def without_prompt_scores(params: SamplingParams) -> SamplingParams:
+    """A copy that asks for no prompt logprobs."""
     leg = copy(params)
     leg.prompt_logprobs = None
     leg.prompt_logprob_token_ids = None

@@ -89,6 +89,7 @@ def place(request: RequestShape, view: PoolView, policy: Policy) -> Placement:
         return Wait("no_decode_worker")
     if not decoders:
         return _without(policy, "no_decode_worker", "No decode worker is alive")
+    decoders, prefillers = _others(decoders, request.avoid), _others(prefillers, request.avoid)
     local = _roomiest(decoders).worker_id
 
     if request.local_because:
@@ -111,6 +112,11 @@ def place(request: RequestShape, view: PoolView, policy: Policy) -> Placement:
     prefill = _least_queued(prefillers)
     decode = _roomiest([w for w in decoders if view.can_pair(prefill, w)])
     return Remote(prefill.worker_id, decode.worker_id, "remote")
+
+
+def _others(workers: Sequence[WorkerView], avoid: str) -> list[WorkerView]:
+    """Without the worker to avoid, unless it is the only one."""
+    return [w for w in workers if w.worker_id != avoid] or list(workers)
 
 
 def _least_queued(workers: Sequence[WorkerView]) -> WorkerView:

@@ -65,3 +65,7 @@ class RequestShape:
     standing: Standing = DEFAULT_STANDING
     prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
     """What to ask `PrefixIndex` for."""
+    continues: bool = False
+    """It goes on with a stream whose worker was lost; its prompt ends in tokens that the client has."""
+    avoid: str = ""
+    """The worker under which it was just lost: only if there is no other."""

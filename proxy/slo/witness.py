@@ -76,7 +76,7 @@ class Witness:
         if gap_s is None or _is_probe(trip):
             return
         self._metrics.second_token_seconds.observe(gap_s)
-        if leg == "decode" and trip.shape.first_token_mode:
+        if leg == "decode" and trip.shape.first_token_mode and not trip.shape.continues:
             self._metrics.observe_handover_gap(gap_s, trip.lifetime.second_token_parts())
 
     def _first_output(self, trip: Trip, leg: LegKind, now_s: float) -> None:
@@ -108,7 +108,7 @@ class Witness:
             trip.lifetime.note("handover_closed", now_s)
         if closed.outcome == "loaded" and (current or trip.flight.finished):
             trip.lifetime.note("handover_loaded", now_s)
-            if trip.num_outputs > (1 if trip.shape.first_token_mode else 0):
+            if trip.num_outputs > (1 if trip.shape.first_token_mode else 0) and not trip.shape.continues:
                 self._decode_answered(trip, now_s)
 
     def answered(self, trip: Trip, *, well: bool = True) -> None:

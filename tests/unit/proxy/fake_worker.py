@@ -81,6 +81,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.epoch = uuid.uuid4().hex
         self.exchange = exchange
+        self.num_tokens = 0
         self.submitted: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.dropped: list[str] = []
@@ -96,6 +97,10 @@ class FakeWorker:
         self.gate = asyncio.Event()
         """Nothing is computed while it is clear."""
         self.gate.set()
+        self.close_gate_after = -1
+        """The gate closes by itself after so many tokens."""
+        self.close_gate_at = ""
+        """It closes when a leg is `started`, `computed` (before the proxy is told) or `loaded`."""
         self.step_s = 0.0
         self.output_delay_s = 0.0
         """The ranks tell each other the first token before the engine tells the host."""
@@ -146,6 +151,11 @@ class FakeWorker:
     def running(self) -> set[str]:
         """Engine request ids that have not ended."""
         return {i for i, task in self._work.items() if not task.done()}
+
+    def open_gate(self) -> None:
+        """From now on it works without a stop."""
+        self.close_gate_at, self.close_gate_after = "", -1
+        self.gate.set()
 
     async def start(self) -> "FakeWorker":
         coroutines = (self._read(), self._beat(), self._leave_when_drained())
@@ -276,9 +286,16 @@ class FakeWorker:
             if self.say_started:
                 await self.say(messages.PrefillStarted(transfer["transfer_id"]))
             await asyncio.sleep(self.step_s)
+            await self._pass("started")
         if transfer is not None and transfer["mode"] == "import":
             prompt = await self._import(transfer, prompt)
+            await self._pass("loaded")
         await self._decode(request, prompt, transfer)
+
+    async def _pass(self, point: str) -> None:
+        if self.close_gate_at == point:
+            self.gate.clear()
+        await self.gate.wait()
 
     async def _import(self, transfer: dict[str, Any], prompt: list[int]) -> list[int]:
         transfer_id = transfer["transfer_id"]
@@ -338,6 +355,10 @@ class FakeWorker:
                     self.exchange.event(transfer["transfer_id"]).set()
             if first:
                 await asyncio.sleep(self.output_delay_s)
+                await self._pass("computed")
+            self.num_tokens += 1
+            if self.num_tokens == self.close_gate_after:
+                self.gate.clear()
             await self.outputs(output)
             if finish is not None:
                 return

@@ -9,7 +9,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
+from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
@@ -18,6 +20,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from cluster.config import LivenessConfig
 from proxy.dispatch_settings import DispatchSettings
+from proxy.flights.flight import Flight
 from proxy.frontend.vllm_core_client import ClusterClient
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.place import Policy
@@ -32,7 +35,9 @@ DEAD_AFTER_S = 0.4
 class MiniCluster:
     """What `AsyncLLM` is to the API server, as far as requests and outputs go."""
 
-    def __init__(self, address: str, on_no_prefill: Any, reserve_at_start: bool) -> None:
+    def __init__(
+        self, address: str, on_no_prefill: Any, reserve_at_start: bool, prefill_from: int = 4, max_losses: int = 3
+    ) -> None:
         self.address = address
         self.exchange = Exchange()
         self.workers: dict[str, FakeWorker] = {}
@@ -41,7 +46,7 @@ class MiniCluster:
         roster = Roster(frozenset({MODEL}), DEAD_AFTER_S, ("prefill-0", "decode-0"))
         metrics = ProxyMetrics(self.registry)
         self.pool = WorkerPool(address, roster, liveness, metrics)
-        settings = DispatchSettings(Policy(4, on_no_prefill), reserve_at_start, 0.5, 0.1)
+        settings = DispatchSettings(Policy(prefill_from, on_no_prefill), reserve_at_start, 0.5, 0.1, max_losses)
         self.client = ClusterClient(self.pool, settings, metrics, num_engines=2)
         self.front_end = OutputProcessor(None, log_stats=False)
         self.client.bind(self.front_end)
@@ -65,6 +70,31 @@ class MiniCluster:
 
     def __getitem__(self, worker_id: str) -> FakeWorker:
         return self.workers[worker_id]
+
+    def kill(self, *worker_ids: str) -> None:
+        """Like SIGKILL, noticed at once."""
+        for worker_id in worker_ids:
+            self.workers[worker_id].freeze()
+        for worker_id in worker_ids:
+            self.pool.give_up(worker_id, f"Worker {worker_id} was killed by SIGKILL")
+
+    async def restart(self, worker_id: str) -> None:
+        """Kills a worker and starts it again; its new life is known when this returns."""
+        self.kill(worker_id)
+        await self.workers[worker_id].stop()
+        await self.join(worker_id)
+
+    @property
+    def flight(self) -> Flight:
+        """Of the only request."""
+        (trip,) = self.client.dispatcher.trips.values()
+        return trip.flight
+
+    @property
+    def sent(self) -> list[int]:
+        """Tokens that the only client has got."""
+        (trip,) = self.client.dispatcher.trips.values()
+        return trip.sent or []
 
     @staticmethod
     def params(**values: Any) -> SamplingParams:
@@ -172,6 +202,14 @@ async def read(collector: RequestOutputCollector, timeout_s: float = 5.0) -> Ans
                 return answer
 
 
+async def failure(cluster: MiniCluster, collector: RequestOutputCollector) -> GracefulHTTPError:
+    """What the client of a request that fails is told; nothing of it is left."""
+    with pytest.raises(GracefulHTTPError) as caught:
+        await read(collector)
+    cluster.assert_idle()
+    return caught.value
+
+
 async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
     """Waits until `condition()` holds."""
     deadline_s = time.monotonic() + timeout_s
@@ -182,10 +220,15 @@ async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
 
 @asynccontextmanager
 async def mini_cluster(
-    tmp_path: Path, *worker_ids: str, on_no_prefill: str = "local", reserve_at_start: bool = True
+    tmp_path: Path,
+    *worker_ids: str,
+    on_no_prefill: str = "local",
+    reserve_at_start: bool = True,
+    prefill_from: int = 4,
+    max_losses: int = 3,
 ) -> AsyncIterator[MiniCluster]:
     """A cluster with these workers, by default one of each role."""
-    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", on_no_prefill, reserve_at_start)
+    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", on_no_prefill, reserve_at_start, prefill_from, max_losses)
     try:
         await cluster.join(*(worker_ids or ("prefill-0", "decode-0")))
         yield cluster

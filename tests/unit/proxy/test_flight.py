@@ -1,27 +1,27 @@
-"""The state machine of one request, alone and under every interleaving hypothesis can think of."""
+"""The state machine of one request, event by event; `test_flight_interleavings` tries them in any order."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from proxy.flights.actions import (
     AbortLeg,
     Action,
+    Continue,
     DropTransfer,
     Emit,
     Fail,
     PlaceAnew,
     SendFirstToken,
     SubmitDecode,
-    SubmitLocal,
     SubmitPrefill,
 )
 from proxy.flights.events import (
     Aborted,
+    CannotContinue,
     Cause,
+    Continued,
     DeadlinePassed,
     Event,
     HandoverClosed,
@@ -30,8 +30,8 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, IllegalTransition, Stage, Step, advance, passes_on
-from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote, Wait
+from proxy.flights.flight import Flight, IllegalTransition, Stage, advance, passes_on
+from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote
 
 LOST = Cause("silent", "it was lost")
 REMOTE = Placed(Remote("p0", "d0", "remote"))
@@ -153,13 +153,39 @@ def test_outputs_that_overtake_the_first_token_wait_for_it(first_token_mode: boo
     assert end.stage is Stage.DECODING
 
 
-def test_a_prefill_worker_lost_before_the_first_token_is_replaced_once() -> None:
+def test_a_prefill_worker_lost_before_the_first_token_is_replaced() -> None:
     again, actions = run(flight(), REMOTE, PrefillStarted(), WorkerLost("p0", LOST))
-    assert actions[2:] == [AbortLeg("decode", "d0"), PlaceAnew(LOST)]
+    assert actions[2:] == [AbortLeg("decode", "d0"), PlaceAnew(LOST, "p0")]
     assert again.stage is Stage.WAITING
-    failed, actions = run(again, Placed(Remote("p1", "d0", "remote")), WorkerLost("p1", LOST))
-    assert actions == [SubmitPrefill("p1"), Fail(503, LOST)]
-    assert failed.finished
+
+
+@pytest.mark.parametrize("max_losses", [1, 2, 3])
+def test_a_request_that_loses_its_workers_without_a_token_in_between_fails(max_losses: int) -> None:
+    going = flight(max_losses=max_losses)
+    for _ in range(max_losses - 1):
+        going, actions = run(going, REMOTE, WorkerLost("p0", LOST))
+        assert actions[-1] == PlaceAnew(LOST, "p0")
+    end, actions = run(going, REMOTE, WorkerLost("p0", LOST))
+    assert isinstance(actions[-1], Fail)
+    assert (actions[-1].status, actions[-1].cause.kind) == (503, LOST.kind)
+    assert actions[-1].cause.message.startswith(LOST.message)
+    assert end.finished
+
+
+def test_losses_of_workers_that_had_nothing_of_it_yet_do_not_count() -> None:
+    going = flight(max_losses=1)
+    for _ in range(3):
+        going, actions = run(going, REMOTE, WorkerLost("d0", LOST))
+        assert actions[-1] == PlaceAnew(LOST, "d0")
+
+
+def test_one_new_token_between_losses_is_enough() -> None:
+    going = flight(max_losses=2)
+    for _ in range(5):
+        going, actions = run(going, REMOTE, prefill_output(), WorkerLost("d0", LOST), Continued(101, 15, True))
+        assert actions[-1] == Continue(LOST, "d0")
+    going, _ = run(going, REMOTE, WorkerLost("p0", LOST))
+    assert going.finished
 
 
 def test_a_prefill_worker_lost_after_the_first_token_changes_nothing() -> None:
@@ -180,20 +206,72 @@ def test_in_exact_mode_the_decode_worker_goes_on_without_the_prefill_worker() ->
 def test_in_exact_mode_lost_prompt_scores_are_computed_again() -> None:
     scored = flight(first_token_mode=False, wants_prompt_scores=True)
     again, actions = run(scored, REMOTE, PrefillStarted(), WorkerLost("p0", LOST))
-    assert actions[-1] == PlaceAnew(LOST)
+    assert actions[-1] == PlaceAnew(LOST, "p0")
     assert again.stage is Stage.WAITING
 
 
 def test_a_decode_worker_lost_during_the_prefill_is_replaced() -> None:
     again, actions = run(flight(), REMOTE, PrefillStarted(), WorkerLost("d0", LOST))
-    assert actions[2:] == [AbortLeg("prefill", "p0"), DropTransfer("p0"), PlaceAnew(LOST)]
+    assert actions[2:] == [AbortLeg("prefill", "p0"), DropTransfer("p0"), PlaceAnew(LOST, "d0")]
     assert again.stage is Stage.WAITING
 
 
-def test_a_decode_worker_lost_after_the_first_token_fails_the_request_and_drops_the_lease() -> None:
-    end, actions = run(flight(), REMOTE, PrefillStarted(), prefill_output(), WorkerLost("d0", LOST))
-    assert actions[4:] == [DropTransfer("p0"), Fail(503, LOST)]
+def test_a_decode_worker_lost_after_the_first_token_drops_the_lease_and_the_answer_goes_on() -> None:
+    again, actions = run(flight(), REMOTE, PrefillStarted(), prefill_output(), WorkerLost("d0", LOST))
+    assert actions[4:] == [DropTransfer("p0"), Continue(LOST, "d0")]
+    assert again.stage is Stage.WAITING
+    end, actions = run(
+        again,
+        Continued(101, 15, True),
+        Placed(Remote("p1", "d1", "remote")),
+        prefill_output(),
+        decode_output("last", "stop"),
+    )
+    assert actions == [
+        SubmitPrefill("p1"),
+        Emit("prefill", "first", finished=False),
+        SubmitDecode("d1"),
+        SendFirstToken("d1", 7),
+        Emit("decode", "last", finished=True),
+        DropTransfer("p1"),
+    ]
     assert end.finished
+
+
+def test_a_continued_answer_ends_where_the_first_would_have() -> None:
+    last, _ = run(flight(), REMOTE, prefill_output(), WorkerLost("d0", LOST), Continued(101, 1, True))
+    end, actions = run(last, REMOTE, prefill_output("length"))
+    assert actions[-2:] == [Emit("prefill", "first", finished=True), DropTransfer("p0")]
+    assert end.finished
+
+
+def test_an_answer_continued_in_exact_mode_has_no_second_prefill() -> None:
+    exact = flight(first_token_mode=False, wants_prompt_scores=True)
+    events = (REMOTE, PrefillStarted(), prefill_output(), decode_output("a"), WorkerLost("d0", LOST))
+    again, actions = run(exact, *events, Continued(101, 15, False))
+    assert Emit("decode", "a", finished=False, prefill="first") in actions
+    _, actions = run(again, REMOTE, PrefillStarted(), prefill_output(), decode_output("b"))
+    assert actions[-1] == Emit("decode", "b", finished=False, prefill=None)
+    alone, _ = run(again, REMOTE, PrefillStarted(), WorkerLost("p0", LOST))
+    assert alone.stage is Stage.HANDING_OVER, "the prompt's scores are known: only the blocks are missing"
+
+
+def test_an_answer_that_cannot_go_on_is_an_error() -> None:
+    why = Cause("not_continuable", "it cannot")
+    end, actions = run(flight(), REMOTE, prefill_output(), WorkerLost("d0", LOST), CannotContinue(why))
+    assert actions[-1] == Fail(503, why)
+    assert end.finished
+
+
+@pytest.mark.parametrize(
+    ("event", "status"),
+    [(Placed(Reject(400, "too_long", "too long")), 503), (DeadlinePassed(Cause("queue_timeout", "too late")), 504)],
+)
+def test_an_answer_that_nobody_takes_over_names_the_worker_that_was_lost(event: Event, status: int) -> None:
+    _, actions = run(flight(), REMOTE, prefill_output(), WorkerLost("d0", LOST), Continued(101, 15, True), event)
+    assert isinstance(actions[-1], Fail)
+    assert (actions[-1].status, actions[-1].cause.kind) == (status, LOST.kind)
+    assert actions[-1].cause.message.startswith("it was lost, and no other worker took over: too l")
 
 
 def test_a_failed_handover_drops_the_lease() -> None:
@@ -202,8 +280,9 @@ def test_a_failed_handover_drops_the_lease() -> None:
 
 
 def test_an_engine_that_gives_up_a_request_counts_as_lost() -> None:
-    again, actions = run(flight(), REMOTE, PrefillStarted(), LegOutput("prefill", None, "abort", None))
+    again, actions = run(flight(max_losses=2), REMOTE, PrefillStarted(), LegOutput("prefill", None, "abort", None))
     assert isinstance(actions[-1], PlaceAnew)
+    assert actions[-1].lost == "p0"
     end, actions = run(again, Placed(Local("d0", "no_prefill_worker")), LegOutput("local", None, "abort", None))
     assert isinstance(actions[-1], Fail)
     assert end.finished
@@ -242,9 +321,17 @@ def test_streamed_input_goes_on_after_a_turn_has_finished() -> None:
     assert talking.stage is Stage.LOCAL
 
 
+def test_streamed_input_cannot_start_over_even_unseen() -> None:
+    _, actions = run(flight(streamed=True), Placed(Local("d0", "not_transferable")), WorkerLost("d0", LOST))
+    assert actions[-1] == Continue(LOST, "d0")
+
+
 @pytest.mark.parametrize(
     ("before", "event"),
     [
+        ((REMOTE,), Continued(101, 15, True)),
+        ((REMOTE, prefill_output()), CannotContinue(LOST)),
+        ((Placed(Local("d0", "short_prompt")),), Continued(101, 15, True)),
         ((), PrefillStarted()),
         ((), HandoverClosed("loaded")),
         ((), decode_output()),
@@ -261,182 +348,6 @@ def test_what_cannot_happen_is_named(before: tuple[Event, ...], event: Event) ->
     start, _ = run(flight(), *before)
     with pytest.raises(IllegalTransition, match=f"{type(event).__name__} .* {start.stage.value}"):
         advance(start, event)
-
-
-# ---------------------------------------------------------------------------------------------------- interleavings
-
-
-@dataclass
-class World:
-    """Two prefill and two decode workers that do what flights ask for, in any order, and may die."""
-
-    flight: Flight
-    workers: set[str] = field(default_factory=lambda: {"p0", "p1", "d0", "d1"})
-    legs: dict[str, str] = field(default_factory=dict)
-    lease_at: str = ""
-    started: bool = False
-    closed: bool = False
-    must_place: bool = True
-    ends: list[str] = field(default_factory=list)
-    emitted: list[str] = field(default_factory=list)
-    replaced: int = 0
-    outputs: int = 0
-
-    def enabled(self) -> list[Event]:
-        """Everything that may happen next."""
-        if self.flight.finished:
-            return []
-        events: list[Event] = [Aborted()]
-        events += [WorkerLost(worker, LOST) for worker in sorted(self.workers)]
-        if self.must_place:
-            events += self._placements()
-            if self.flight.stage is Stage.WAITING:
-                events.append(DeadlinePassed(Cause("queue_timeout", "too late")))
-        if "prefill" in self.legs:
-            if not self.started:
-                events.append(PrefillStarted())
-            events += [prefill_output(finish) for finish in ("length", "stop", "error")]
-            events.append(LegOutput("prefill", None, "abort", None))
-        for leg in ("decode", "local"):
-            if leg in self.legs:
-                name = f"{leg}{self.outputs}"
-                kind: Any = leg
-                events += [LegOutput(kind, 9, finish, name) for finish in (None, "stop", "length", "error")]
-                events.append(LegOutput(kind, None, "abort", None))
-        if "decode" in self.legs and not self.closed:
-            events += [HandoverClosed("loaded"), HandoverClosed("recompute")]
-        return events
-
-    def _placements(self) -> list[Event]:
-        prefills = sorted(w for w in self.workers if w[0] == "p")
-        decodes = sorted(w for w in self.workers if w[0] == "d")
-        events: list[Event] = [Placed(Reject(503, "no_decode_worker", "nobody")), Placed(Wait("no_prefill_worker"))]
-        events += [Placed(Local(d, "short_prompt")) for d in decodes]
-        events += [Placed(Remote(p, d, "remote")) for p in prefills for d in decodes]
-        return events
-
-    def happen(self, event: Event) -> None:
-        match event:
-            case Placed(Wait()):
-                pass
-            case Placed():
-                self.must_place = False
-            case PrefillStarted():
-                self.started = True
-            case HandoverClosed(outcome):
-                self.closed = True
-                if outcome == "loaded":
-                    self.lease_at = ""
-            case LegOutput(leg, _, finish, _):
-                self.outputs += 1
-                if finish is not None:
-                    self.legs.pop(leg, None)
-            case WorkerLost(worker, _):
-                self.workers.discard(worker)
-                self.legs = {leg: at for leg, at in self.legs.items() if at != worker}
-                if self.lease_at == worker:
-                    self.lease_at = ""
-            case Aborted():
-                self.ends.append("aborted")
-            case DeadlinePassed():
-                pass
-        step = advance(self.flight, event)
-        self.flight = step.flight
-        for action in step.actions:
-            self.do(action)
-
-    def do(self, action: Action) -> None:
-        match action:
-            case SubmitPrefill(worker):
-                assert worker in self.workers
-                assert "prefill" not in self.legs
-                self.legs["prefill"], self.lease_at = worker, worker
-                self.started = self.closed = False
-            case SubmitDecode(worker):
-                assert worker in self.workers
-                assert "decode" not in self.legs
-                self.legs["decode"] = worker
-            case SubmitLocal(worker):
-                assert worker in self.workers
-                assert not self.legs
-                self.legs["local"] = worker
-            case AbortLeg(leg, worker):
-                assert self.legs.pop(leg) == worker
-            case DropTransfer(worker):
-                assert worker in self.workers
-                self.lease_at = ""
-            case SendFirstToken(worker, token):
-                assert self.legs["decode"] == worker
-                assert token == 7
-            case Emit(_, payload, finished, _):
-                assert not self.ends, "nothing is emitted after the end"
-                self.emitted.append(payload)
-                if finished:
-                    self.ends.append("emitted")
-            case Fail():
-                self.ends.append("failed")
-            case PlaceAnew():
-                assert not self.emitted, "what the client has seen cannot be started over"
-                self.replaced += 1
-                self.must_place = True
-
-    def check(self) -> None:
-        assert len(self.ends) <= 1, f"ended twice: {self.ends}"
-        assert self.replaced <= 1
-        assert self.flight.finished == bool(self.ends)
-        if self.flight.finished:
-            assert not self.legs, f"orphans: {self.legs}"
-            assert not self.lease_at, "the lease was neither dropped nor consumed"
-        leg = passes_on(self.flight)
-        if leg is not None:
-            passed = Step(self.flight, (Emit(leg, "any", finished=False),))
-            assert advance(self.flight, LegOutput(leg, 9, None, "any")) == passed, "outputs may skip `advance` here"
-        decoded = [int(p.removeprefix("decode")) for p in self.emitted if p.startswith("decode")]
-        assert decoded == sorted(decoded)
-        if self.flight.first_token_mode and decoded:
-            assert self.emitted[0] == "first", "the first token comes first"
-
-
-FLIGHTS = st.builds(
-    flight,
-    first_token_mode=st.booleans(),
-    wants_prompt_scores=st.booleans(),
-    reserve_at_start=st.booleans(),
-    num_prompt_tokens=st.sampled_from([1, 100, 999]),
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(start=FLIGHTS, choices=st.lists(st.integers(0, 10_000), max_size=25))
-def test_every_interleaving_ends_once_and_leaves_nothing_behind(start: Flight, choices: list[int]) -> None:
-    world = World(start)
-    for choice in choices:
-        events = world.enabled()
-        if not events:
-            break
-        # Half of the time the request goes on, or it would rarely get far.
-        calm = [e for e in events if not isinstance(e, WorkerLost | Aborted | DeadlinePassed)]
-        world.happen(
-            (calm or events)[choice // 2 % len(calm or events)] if choice % 2 else events[choice % len(events)]
-        )
-        world.check()
-    finish(world)
-
-
-def finish(world: World) -> None:
-    """From wherever it is, a request that is left alone comes to its end."""
-    for _ in range(20):
-        if world.flight.finished:
-            return
-        events = world.enabled()
-        outputs = [e for e in events if isinstance(e, LegOutput) and e.finish in ("stop", "length")]
-        steps = [e for e in events if isinstance(e, Placed | PrefillStarted)]
-        going = [e for e in steps if not (isinstance(e, Placed) and isinstance(e.placement, Wait))]
-        ends: list[Event] = [*outputs, *going]
-        assert ends, f"stuck in {world.flight}"
-        world.happen(ends[0])
-        world.check()
-    raise AssertionError(f"did not end: {world.flight}")
 
 
 def test_events_after_the_end_mean_nothing() -> None:

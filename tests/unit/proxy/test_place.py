@@ -66,6 +66,13 @@ def test_the_decode_worker_with_most_free_blocks_is_taken_then_the_one_with_the_
     assert place(LONG, equal, POLICY) == Remote("p0", "d1", "remote")
 
 
+def test_the_worker_under_which_a_request_was_lost_is_taken_only_if_there_is_no_other() -> None:
+    view = pool(worker("p0"), worker("p1", queued_tokens=900), worker("d0"), worker("d1", blocks_free=1))
+    assert place(replace(LONG, avoid="d0"), view, POLICY) == Remote("p0", "d1", "remote")
+    assert place(replace(LONG, avoid="p0"), view, POLICY) == Remote("p1", "d0", "remote")
+    assert place(replace(LONG, avoid="d0"), pool(worker("p0"), worker("d0")), POLICY) == Remote("p0", "d0", "remote")
+
+
 def test_only_workers_with_the_same_layout_are_paired() -> None:
     view = pool(
         worker("p0", fingerprint="other"),

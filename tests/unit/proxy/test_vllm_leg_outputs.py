@@ -88,6 +88,15 @@ def test_a_local_leg_is_passed_on_whole() -> None:
     assert merged.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode", "local"])
+def test_of_a_leg_that_continues_an_answer_the_client_sees_tokens_and_preemptions_only(leg: Any) -> None:
+    merged = client_output(
+        output(prefill_stats=PrefillStats(), events=[QUEUED, SCHEDULED, PREEMPTED]), "client", leg, False, None, True
+    )
+    assert merged.prefill_stats is None
+    assert merged.events == [PREEMPTED]
+
+
 def test_siblings_share_the_prompts_scores() -> None:
     scores = LogprobsTensors(torch.ones(2, 1), torch.ones(2, 1), torch.ones(2))
     leader = output(new_prompt_logprobs_tensors=scores, prefill_stats=PrefillStats(num_prompt_tokens=3))
