@@ -75,6 +75,7 @@ class ProxyMetrics:
             "second_token_seconds", "Seconds from the first to the second output of a request, handed over or local."
         )
         self.worker_losses = counter("worker_losses", "Workers given up.", "kind")
+        self.worker_restarts = counter("worker_restarts", "New processes of workers that had joined before.", "worker")
         self.bad_frames = counter("bad_frames", "Frames from workers that were dropped.")
         self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
         self.workers_alive = gauge("workers_alive", "Living workers, also those that drain.", "role")

@@ -14,6 +14,7 @@ from cluster.fleet.restarts import Mode, Outlook, Restarts, StartAgain, StayDown
 from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
 from cluster.simulated.launch import is_simulated, simulated_in_role
 from cluster.status import LaunchNote
+from cluster.worker_settings import WorkerSettingsError
 
 log = logging.getLogger("twinpool.launcher")
 
@@ -95,26 +96,30 @@ class Fleet:
         command = self._commands.get(first)
         if command is not None and (worker_id, role) not in command.workers:
             simulated = is_simulated(command)
-            changed = simulated_in_role(command, worker_id, role) if simulated else in_role(command, role)
-            self._commands[first] = changed
+            try:
+                changed = simulated_in_role(command, worker_id, role) if simulated else in_role(command, role)
+            except (OSError, WorkerSettingsError) as error:
+                log.error("role_not_kept worker=%s role=%s error=%s", worker_id, role, error)
+            else:
+                self._commands[first] = changed
         if worker_id in self._notes:
             self._notes[worker_id] = LaunchNote(False, "", self._notes[worker_id].starts)
 
     def keep_down(self, worker_id: str) -> None:
-        """It is told to leave, and is not started again when it has."""
-        self._restarts.order(self._first_of.get(worker_id, worker_id), "stay")
+        """It is told to leave, and is not started again when it has. Others in its process stay, and so does that."""
+        if self.knows(worker_id):
+            self._restarts.order(worker_id, "stay")
 
     def start_when_gone(self, worker_id: str) -> None:
         """It is told to leave, and is started again when it has."""
-        self._restarts.order(self._first_of.get(worker_id, worker_id), "start")
+        self._restarts.order(worker_id, "start")
 
     def knows(self, worker_id: str) -> bool:
-        """Whether its process was started here."""
-        return worker_id in self._first_of
+        """Whether it has a process of its own, which was started here: only such a one can be started again alone."""
+        return worker_id in self._commands and not self._commands[worker_id].others
 
     def start_now(self, worker_id: str) -> None:
         """Starts a worker's process; one that runs is ended first, with everything that it has."""
-        worker_id = self._first_of.get(worker_id, worker_id)
         self._restarts.forgive(worker_id)
         self._note(worker_id, True, "it is started again, as it was told")
         if (pending := self._starts.pop(worker_id, None)) is not None:

@@ -37,7 +37,9 @@ class ClusterHealth:
         after_s = self._liveness.stalled_after_s
         ended = [f"the proxy's task {task.get_name()} has ended" for task in self._supervised if task.done()]
         stalls = self._dispatcher.progress.stalled(after_s)
-        return [*ended, *cluster_faults(len(self._roster.alive("decode")), stalls, after_s)]
+        # Starting the whole server again would take longer than the worker that is being started.
+        num_decode = len(self._roster.alive("decode")) + len(self._roster.coming_back("decode"))
+        return [*ended, *cluster_faults(num_decode, stalls, after_s)]
 
     def readiness(self, probe: Callable[[], Awaitable[None]]) -> Readiness:
         """Of new requests; `probe` sends one through the cluster."""

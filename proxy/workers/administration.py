@@ -106,12 +106,20 @@ class Administration:
         if not chosen:
             raise OrderRefused(404, f"no worker {workers} is known; there are {', '.join(known)}, or `all`")
         if foreign := [name for name in chosen if not control.knows(name)]:
-            raise OrderRefused(409, f"{', '.join(foreign)} has no process of its own that this server started")
-        return chosen
+            raise OrderRefused(
+                409,
+                f"{', '.join(foreign)}: no process of its own that this server started (simulated workers share one "
+                "unless simulation.workers_per_process=1)",
+            )
+        # Who is away cannot be missed, and may stand in for the others.
+        alive = {worker.worker_id for worker in roster.alive()}
+        return sorted(chosen, key=alive.__contains__)
 
     def _decodes_alone(self, worker_ids: list[str]) -> bool:
+        """One of them is the only decode worker, and none of them is started before it leaves."""
         decoders = [worker.worker_id for worker in self._pool.roster.taking_requests("decode")]
-        return len(decoders) == 1 and decoders[0] in worker_ids
+        others = [name for name in worker_ids if _role(self._pool.roster, name) == "decode" and name not in decoders]
+        return len(decoders) == 1 and decoders[0] in worker_ids and not others
 
     def close(self) -> None:
         """Ends a rolling restart where it is."""

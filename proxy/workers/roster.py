@@ -251,8 +251,14 @@ class Roster:
         """It, or whoever takes its place, is worth waiting for."""
         if worker.alive:
             return not worker.takes_requests
-        comes_back = self.restarts and worker.lost_by in ENDS and worker.worker_id not in self.stays_down
-        return comes_back or worker.lost_by == "drained"
+        return self._comes_back(worker) or worker.lost_by == "drained"
+
+    def _comes_back(self, worker: Worker) -> bool:
+        return self.restarts and worker.lost_by in ENDS and worker.worker_id not in self.stays_down
+
+    def coming_back(self, role: Role) -> list[Worker]:
+        """Dead workers whose process is started again."""
+        return [w for w in self.workers.values() if w.role == role and not w.alive and self._comes_back(w)]
 
     def forgive(self, late_s: float) -> None:
         """The proxy did not listen for `late_s`; that much silence does not count."""

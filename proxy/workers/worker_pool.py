@@ -192,6 +192,7 @@ class WorkerPool:
                 listener.on_handover_closed(worker, message)
 
     def _hello(self, identity: bytes, hello: messages.WorkerHello, now_s: float) -> None:
+        before = self.roster.workers.get(hello.worker_id)
         admission = self.roster.admit(identity, hello, now_s)
         if admission.worker is None:
             log.warning("worker_refused worker=%s reason=%s", hello.worker_id, admission.refused)
@@ -199,6 +200,8 @@ class WorkerPool:
             return
         self._socket.send(identity, messages.Welcome(self.epoch))
         self._lost(admission.lost)
+        if before is not None and before is not admission.worker:
+            self._metrics.worker_restarts.labels(hello.worker_id).inc()
         if admission.joined:
             log.info(
                 "worker_joined worker=%s role=%s epoch=%s fingerprint=%s",

@@ -160,6 +160,7 @@ async def test_all_workers_are_started_again_one_after_another_and_no_request_fa
         assert control.awaited == list(FOUR)
         assert all(cluster.pool.roster.workers[name].hello.epoch != epoch for name, epoch in epochs.items())
         assert cluster.metric("replacements_total") == 0
+        assert cluster.metric("worker_restarts_total", worker="decode-1") == 1
 
 
 async def test_who_is_away_is_started_and_a_pool_is_chosen_by_the_role_it_serves_in(tmp_path: Path) -> None:
@@ -170,6 +171,14 @@ async def test_who_is_away_is_started_and_a_pool_is_chosen_by_the_role_it_serves
         administration.restart(RestartOrder("prefill"))
         await until(lambda: ended(administration))
         assert (control.started, control.awaited) == (["prefill-0"], [])
+
+
+async def test_who_is_away_comes_first_and_stands_in_for_the_others(tmp_path: Path) -> None:
+    async with administered(tmp_path) as (cluster, administration, control):
+        cluster.pool.give_up("decode-1", "killed")
+        administration.restart(RestartOrder("decode"))
+        await until(lambda: ended(administration))
+        assert (control.started, control.awaited) == (["decode-1"], ["decode-0"])
 
 
 async def test_a_worker_that_does_not_come_back_ends_the_rest(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ async def test_without_a_decode_worker_nobody_is_well(tmp_path: Path) -> None:
         assert health.faults() == []
         cluster.pool.give_up("decode-0", "Worker decode-0 died")
         assert health.faults() == ["no decode worker is alive, so nobody generates tokens"]
+        cluster.pool.roster.restarts = True
+        cluster.pool.give_up("decode-0", "Worker decode-0 died", returns=True)
+        assert health.faults() == [], "it is being started again"
+        cluster.pool.give_up("decode-0", "Worker decode-0 failed too often", returns=False)
+        assert health.faults() != []
 
 
 async def test_a_task_of_the_proxy_that_ended_is_a_fault(tmp_path: Path) -> None:
