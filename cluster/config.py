@@ -150,6 +150,12 @@ class ServerConfig(ConfigNode):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port to listen on.")
+    api_servers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that accept requests, tokenize, and stream answers, all over the same workers.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="vLLM's frontend flags by name, e.g. api_key, enable_auto_tool_choice."
     )

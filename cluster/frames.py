@@ -1,5 +1,5 @@
-"""How a frame is read; the proxy reads its workers' frames as ranks read each other's."""
+"""How a frame is read, and the bounds of its numbers; the proxy reads its peers' frames as ranks read each other's."""
 
-from kvtransfer.wire import BadFrame, reader
+from kvtransfer.wire import BadFrame, Count, Seconds, Size, reader
 
-__all__ = ["BadFrame", "reader"]
+__all__ = ["BadFrame", "Count", "Seconds", "Size", "reader"]

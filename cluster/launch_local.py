@@ -71,6 +71,10 @@ class WorkerCommand:
     log_path: Path
     others: Sequence[tuple[str, str]] = ()
     """Further workers, id and role, that live in the same process and end with it."""
+    noun: str = "worker"
+    """What it is, in messages to the operator."""
+    pass_fds: Sequence[int] = ()
+    """Open files that it inherits under the same numbers."""
 
     @property
     def workers(self) -> list[tuple[str, str]]:
@@ -194,9 +198,10 @@ class LocalLauncher:
                     stderr=asyncio.subprocess.STDOUT,
                     env=dict(command.env),
                     start_new_session=True,
+                    pass_fds=command.pass_fds,
                 )
         except OSError as error:
-            raise LaunchError(f"cannot start worker {command.worker_id}: {error}") from error
+            raise LaunchError(f"cannot start {command.noun} {command.worker_id}: {error}") from error
         self._groups.update({worker_id: process.pid for worker_id, _ in command.workers})
         self._running.update(worker_id for worker_id, _ in command.workers)
         self._tell_watchdog("+", process.pid)
@@ -216,7 +221,7 @@ class LocalLauncher:
                         role=role,
                         pid=group,
                         returncode=returncode,
-                        cause=describe_exit(worker_id, returncode, lines),
+                        cause=describe_exit(worker_id, returncode, lines, command.noun),
                         last_lines=tuple(lines[-_LAST_LINES:]),
                         log_path=command.log_path,
                     )
@@ -306,16 +311,16 @@ async def _until_gone(groups: Sequence[int], timeout_s: float) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def describe_exit(worker_id: str, returncode: int, lines: Sequence[str]) -> str:
+def describe_exit(worker_id: str, returncode: int, lines: Sequence[str], noun: str = "worker") -> str:
     """One sentence on how a worker ended and, where its log tells, why."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (perhaps the machine ran out of memory)" if -returncode == signal.SIGKILL else ""
-        return f"worker {worker_id} was killed by {name}{hint}"
+        return f"{noun} {worker_id} was killed by {name}{hint}"
     if returncode == 0:
-        return f"worker {worker_id} left, as it was told"
+        return f"{noun} {worker_id} left, as it was told"
     reasons = [found[0] for line in lines if (found := _EXCEPTION_LINE.search(line)) and _SECOND_HAND not in line]
-    return f"worker {worker_id} exited with code {returncode}" + (f": {reasons[-1]}" if reasons else "")
+    return f"{noun} {worker_id} exited with code {returncode}" + (f": {reasons[-1]}" if reasons else "")
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:

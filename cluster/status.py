@@ -61,6 +61,19 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """It has no engine: a cost model takes its time and invents its tokens."""
 
 
+class ApiServerStatus(msgspec.Struct, frozen=True):
+    """One API server process besides the one that has the workers."""
+
+    name: str
+    state: str
+    """`starting`, `ready` or `dead`."""
+    pid: int = 0
+    requests: int = 0
+    """That it carries now."""
+    note: str = ""
+    """What the launcher does about its end."""
+
+
 class LinkStatus(msgspec.Struct, frozen=True):
     """Everything that moved over one kind of link since the start, over all decode workers."""
 
@@ -119,3 +132,5 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     classes: list[ClassStatus] = []
     rolling_restart: RollingStatus | None = None
     """The last one of this run."""
+    api_servers: list[ApiServerStatus] = []
+    """Those besides the first one, if there are any."""

@@ -17,6 +17,8 @@ _KV_LARGE_MACHINE_BYTES = 8 * _GIB
 _LARGE_MACHINE_BYTES = 64 * _GIB
 # Python, torch and compiled kernels of a host, an engine core and a rank, measured at about 1.1 GiB on CPUs.
 _WORKER_OVERHEAD_BYTES = 1_250 << 20
+# An API server besides the first one: 620 MiB were measured with a small tokenizer.
+_API_SERVER_BYTES = 700 << 20
 
 _CPU_CHUNK_TOKENS = 512
 
@@ -42,7 +44,8 @@ def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | No
     seats = [(role, index) for role in _roles() for index in range(config.pools.of(role).replicas)]
     num_ranks = sum(config.pools.of(role).tensor_parallel for role, _ in seats)
     cores = _split_cores(machine, num_ranks) if machine.on_cpu else []
-    kv_bytes = _default_kv_bytes(machine, num_ranks, len(seats), model)
+    others_bytes = (config.server.api_servers - 1) * _API_SERVER_BYTES
+    kv_bytes = _default_kv_bytes(machine, num_ranks, len(seats), model, others_bytes)
     gpus = _GpuHand(machine.gpus, _num_gpus_wanted(config))
     plans = []
     for role, index in seats:
@@ -103,10 +106,12 @@ def _split_cores(machine: Machine, num_ranks: int) -> list[tuple[int, ...]]:
     return [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
 
 
-def _default_kv_bytes(machine: Machine, num_ranks: int, num_workers: int, model: ModelFacts | None) -> int:
+def _default_kv_bytes(
+    machine: Machine, num_ranks: int, num_workers: int, model: ModelFacts | None, others_bytes: int
+) -> int:
     """KV memory per rank: half of what weights and processes leave free, within bounds, in steps of 256 MiB."""
     weights = model.weight_bytes if model is not None else 0
-    left = machine.memory_free_bytes - num_workers * (weights + _WORKER_OVERHEAD_BYTES)
+    left = machine.memory_free_bytes - others_bytes - num_workers * (weights + _WORKER_OVERHEAD_BYTES)
     share = max(0, left) // 2 // max(1, num_ranks)
     cap = _KV_LARGE_MACHINE_BYTES if machine.memory_free_bytes >= _LARGE_MACHINE_BYTES else _KV_SMALL_MACHINE_BYTES
     return max(_KV_STEP_BYTES, min(cap, share) // _KV_STEP_BYTES * _KV_STEP_BYTES)

@@ -10,9 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
+from proxy.api_servers.accept_loads import open_loads
+from proxy.api_servers.settings import ROLE as API_SERVER
+from proxy.api_servers.settings import api_server_names, hub_address, loads_path
 from proxy.dispatch_settings import dispatch_settings
 from proxy.listening import ListenError, listening_socket
 from proxy.metrics import ProxyMetrics
@@ -52,6 +56,7 @@ async def run_api_server(
     on_join: Callable[[str], None] = lambda _worker_id: None,
     listening: socket.socket | None = None,
     control: WorkerControl | None = None,
+    runtime_dir: Path | None = None,
 ) -> None:
     """Serves until `stop` is set.
 
@@ -65,6 +70,7 @@ async def run_api_server(
         on_join: called with the id of every worker that joins while the others are waited for.
         listening: the bound socket to serve on; without one it is made from `config.server`.
         control: starts worker processes again; without one that is not possible.
+        runtime_dir: where further API server processes are connected (`server.api_servers`).
 
     Raises `ProxyStartError`, and `RuntimeError` when the proxy fails while serving.
     """
@@ -74,7 +80,7 @@ async def run_api_server(
         bound = listening or listening_socket(config.server)
     except ListenError as error:
         raise ProxyStartError(str(error)) from error
-    server = await _unless_stopped(asyncio.to_thread(_prepare, config, model_path, bound, abandoned), stop)
+    server = await unless_stopped(asyncio.to_thread(_prepare, config, model_path, bound, runtime_dir, abandoned), stop)
     if server is None:
         abandoned.set()
         return
@@ -82,8 +88,16 @@ async def run_api_server(
         server.close()
         return
     metrics = ProxyMetrics()
-    pool = exits = administration = None
+    pool = exits = administration = hub = None
     try:
+        if runtime_dir is not None and config.server.api_servers > 1:
+
+            def on_api_server(name: str) -> None:
+                on_join(name)
+                if control is not None:
+                    control.joined(name, API_SERVER)
+
+            hub = _hub(config, runtime_dir, metrics, on_api_server, server.returns_routed_experts)
         roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
         if control is None:
             pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
@@ -92,12 +106,12 @@ async def run_api_server(
             pool = WorkerPool(proxy_address, roster, config.liveness, metrics, control.joined)
         times = RollingTimes(config.drain_timeout_s, config.start_timeout_s, config.stop_timeout_s)
         administration = Administration(pool, control, times)
-        exits = asyncio.create_task(_watch_exits(worker_exits, pool), name="worker-exits")
-        ready = await _unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
+        exits = asyncio.create_task(_watch_exits(worker_exits, pool, hub), name="worker-exits")
+        ready = await unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
         if ready is not None:
-            supervised = (exits, *pool.tasks)
+            supervised = (exits, *pool.tasks, *(hub.tasks if hub is not None else ()))
             settings = dispatch_settings(config, server.on_gpu)
-            await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop)
+            await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop, hub)
     except SocketAddressError as error:
         raise ProxyStartError(str(error)) from error
     finally:
@@ -105,23 +119,34 @@ async def run_api_server(
             exits.cancel()
         if administration is not None:
             administration.close()
+        if hub is not None:
+            hub.close()
         if pool is not None:
             pool.close()
         server.close()
         metrics.unregister()
 
 
-def _prepare(config: ClusterConfig, model_path: str, listening: socket.socket, abandoned: threading.Event) -> Any:
-    from proxy.frontend.vllm_server import VllmServer
+def _prepare(
+    config: ClusterConfig,
+    model_path: str,
+    listening: socket.socket,
+    runtime_dir: Path | None,
+    abandoned: threading.Event,
+) -> Any:
+    from proxy.frontend.vllm_server import ApiServerSeat, VllmServer
 
-    server = VllmServer(config, model_path, listening)
+    seat = None
+    if runtime_dir is not None and config.server.api_servers > 1:
+        seat = ApiServerSeat(0, config.server.api_servers, open_loads(loads_path(runtime_dir)))
+    server = VllmServer(config, model_path, listening, seat)
     if abandoned.is_set():
         # Nobody waits for it any more; a thread cannot be cancelled.
         server.close()
     return server
 
 
-async def _unless_stopped(work: Awaitable[Any], stop: asyncio.Event) -> Any:
+async def unless_stopped(work: Awaitable[Any], stop: asyncio.Event) -> Any:
     """The result of `work`, or None if `stop` came first."""
     task, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
@@ -143,9 +168,27 @@ def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
     )
 
 
-async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPool) -> None:
+def _hub(
+    config: ClusterConfig,
+    runtime_dir: Path,
+    metrics: ProxyMetrics,
+    on_ready: Callable[[str], None],
+    returns_routed_experts: bool,
+) -> Any:
+    from proxy.api_servers.vllm_hub import ApiServerHub
+
+    names, loads = api_server_names(config), open_loads(loads_path(runtime_dir))
+    return ApiServerHub(
+        hub_address(runtime_dir), names, loads, config.liveness, metrics, on_ready, returns_routed_experts
+    )
+
+
+async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPool, hub: Any) -> None:
     while True:
         gone = await worker_exits.get()
+        if hub is not None and gone.worker_id in hub.names:
+            hub.gone(gone.worker_id, gone.cause)
+            continue
         cause = gone.cause[:1].upper() + gone.cause[1:]
         pool.give_up(gone.worker_id, cause, drained=gone.drained, returns=gone.returns)
 

@@ -28,7 +28,8 @@ class ProxyMetrics:
             return Counter(f"twinpool_{name}", help_, labels, registry=registry)
 
         def gauge(name: str, help_: str, *labels: str) -> Gauge:
-            return Gauge(f"twinpool_{name}", help_, labels, registry=registry)
+            # With several API servers, each shows what this process wrote last.
+            return Gauge(f"twinpool_{name}", help_, labels, registry=registry, multiprocess_mode="mostrecent")
 
         def histogram(name: str, help_: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
             return Histogram(f"twinpool_{name}", help_, labels, registry=registry, buckets=buckets)
@@ -77,6 +78,8 @@ class ProxyMetrics:
         self.worker_losses = counter("worker_losses", "Workers given up.", "kind")
         self.worker_restarts = counter("worker_restarts", "New processes of workers that had joined before.", "worker")
         self.bad_frames = counter("bad_frames", "Frames from workers that were dropped.")
+        self.api_server_losses = counter("api_server_losses", "API server processes given up.")
+        self.api_server_bad_frames = counter("api_server_bad_frames", "Frames from API servers that were dropped.")
         self.illegal_transitions = counter("illegal_transitions", "Events that no request should have met.")
         self.workers_alive = gauge("workers_alive", "Living workers, also those that drain.", "role")
         self.workers_draining = gauge("workers_draining", "Living workers that take no new requests.", "role")

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
 from cluster.worker_plan import WorkerPlan
+from proxy.api_servers.settings import api_server_commands, metrics_dir
 from proxy.listening import ListenError, listening_socket
 
 log = logging.getLogger("twinpool.serve")
@@ -133,6 +135,7 @@ class _Cluster:
             with self._screen.stage("workers"):
                 listening = self._listen()
                 await self._start_workers(plans, machine, model, facts)
+                await self._start_api_servers(model, listening, machine.environ)
                 api = asyncio.create_task(self._run_api_server(model, listening), name="api-server")
                 url = await self._until_ready(api)
         try:
@@ -163,6 +166,24 @@ class _Cluster:
         for command in commands:
             self._screen.worker_started(command.worker_id, command.log_path)
 
+    async def _start_api_servers(self, model: str, listening: socket.socket, environ: Mapping[str, str]) -> None:
+        """Those besides the first one, which is here. They import vLLM while the workers load."""
+        assert self._runtime_dir is not None
+        environ = {**environ, **self._vllm_environment(model, environ)}
+        commands = api_server_commands(self._config, model, self._runtime_dir, listening, environ)
+        await self._fleet.start(commands)
+        for command in commands:
+            self._screen.worker_started(command.worker_id, command.log_path)
+
+    def _vllm_environment(self, model: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """What vLLM and the hub's client read when an API server imports them; the operator's own values win."""
+        wanted = {"VLLM_NO_USAGE_STATS": "1"}
+        if not self._verbose:
+            wanted["VLLM_LOGGING_LEVEL"] = "ERROR"
+        if Path(model).is_dir():
+            wanted["HF_HUB_OFFLINE"] = "1"
+        return {name: value for name, value in wanted.items() if name not in environ}
+
     def _listen(self) -> socket.socket:
         try:
             return listening_socket(self._config.server)
@@ -170,20 +191,19 @@ class _Cluster:
             raise ServeError(str(error)) from error
 
     async def _run_api_server(self, model: str, listening: socket.socket) -> None:
-        # Read by vLLM and by the hub's client when they are imported, which happens below.
+        assert self._runtime_dir is not None
+        os.environ.update(self._vllm_environment(model, os.environ))
         if not self._verbose:
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says before it reads that
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if Path(model).is_dir():
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        if self._config.server.api_servers > 1:
+            # Read by the Prometheus client when it is imported, which happens below.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_dir(self._runtime_dir))
         from proxy.api_server import run_api_server
 
-        assert self._runtime_dir is not None
         address = proxy_address(self._runtime_dir)
         await run_api_server(
             *(self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready),
-            *(listening, self._fleet),
+            *(listening, self._fleet, self._runtime_dir),
         )
 
     async def _on_ready(self, url: str) -> None:

@@ -59,7 +59,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port of the API server; the same as server.port=...")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log events of the proxy and of vLLM.")] = False,
 ) -> None:
-    """Start the workers and the API server, and serve until Ctrl-C."""
+    """Start the workers and the API server, and serve until Ctrl-C.
+
+    More API server processes over the same workers: server.api_servers=4.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("twinpool").setLevel(logging.INFO if verbose else logging.WARNING)
     config = _load(arguments, port)

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.messages import LEAVE
-from cluster.status import ClusterStatus, WorkerStatus
+from cluster.status import ApiServerStatus, ClusterStatus, WorkerStatus
 from cluster.terminal.demo import describe
 
 _STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
@@ -18,6 +18,8 @@ def status_tables(status: ClusterStatus) -> RenderableType:
     parts: list[RenderableType] = [head, *_simulated(status), _workers(status), *_remarks(status), _links(status)]
     if status.classes:
         parts.append(_classes(status))
+    if status.api_servers:
+        parts.append(Text(f"Further API servers: {'; '.join(map(_api_server, status.api_servers))}"))
     outcomes = [f"{count} {name}" for name, count in status.transfers.items()]
     failures = [f"{count} x {name}" for name, count in status.transfer_failures.items() if count]
     parts.append(Text(f"Hand-overs: {', '.join(outcomes) or 'none yet'}; failures: {', '.join(failures) or 'none'}"))
@@ -33,6 +35,11 @@ def _simulated(status: ClusterStatus) -> list[Text]:
         return []
     which = "All workers are" if count == len(status.workers) else f"{count} of {len(status.workers)} workers are"
     return [Text(f"{which} SIMULATED: no engine runs, times come from a cost model, answers mean nothing", "yellow")]
+
+
+def _api_server(server: ApiServerStatus) -> str:
+    said = f"{server.requests:,} requests" if server.state == "ready" else server.note
+    return f"{server.name} {server.state}" + (f", {said}" if said else "")
 
 
 def _workers(status: ClusterStatus) -> Table:

@@ -1,9 +1,9 @@
 """Builds the answer of `GET /twinpool/status`."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from cluster.status import BlockCounts, ClassStatus, ClusterStatus, LaunchNote, WorkerStatus
+from cluster.status import ApiServerStatus, BlockCounts, ClassStatus, ClusterStatus, LaunchNote, WorkerStatus
 from proxy.dispatch import Dispatcher
 from proxy.workers.administration import Administration
 from proxy.workers.roster import Worker
@@ -12,7 +12,13 @@ from proxy.workers.worker_pool import WorkerPool
 NOTHING_TO_SAY = LaunchNote(False, "", 0)
 
 
-def report(model: str, pool: WorkerPool, dispatcher: Dispatcher, administration: Administration) -> ClusterStatus:
+def report(
+    model: str,
+    pool: WorkerPool,
+    dispatcher: Dispatcher,
+    administration: Administration,
+    api_servers: Sequence[ApiServerStatus] = (),
+) -> ClusterStatus:
     """The cluster as the proxy sees it now."""
     roster = pool.roster
     causes, notes = roster.causes, administration.notes()
@@ -46,6 +52,7 @@ def report(model: str, pool: WorkerPool, dispatcher: Dispatcher, administration:
             for slo, outcomes in sorted(dispatcher.outcomes.items(), key=lambda item: item[0].name)
         ],
         rolling_restart=administration.rolling,
+        api_servers=list(api_servers),
     )
 
 

@@ -233,6 +233,9 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
     async def commit_elastic_ep(self) -> None:
         _not_on_a_cluster("elastic expert parallelism")
 
+    async def get_status(self) -> dict[str, Any]:
+        _not_on_a_cluster("the state of single engines")
+
     async def handle_fault(self, fault_tolerance_request: Any) -> Any:
         _not_on_a_cluster("fault instructions")
 

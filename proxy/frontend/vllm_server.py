@@ -1,14 +1,16 @@
 """vLLM's API server around the cluster: configuration, `AsyncLLM`, application, HTTP.
 
 Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
-from `vllm.entrypoints.launchers`; a FastAPI application whose middlewares can still be changed;
-`AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key` or else `VLLM_API_KEY`.
+from `vllm.entrypoints.launchers`, whose `peer_loads` leave a connection to the process that has fewest;
+`AsyncEngineArgs._api_process_count` and `_api_process_rank`; a FastAPI application whose middlewares can still be
+changed; `AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key` or else `VLLM_API_KEY`.
 """
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
 from proxy.api_server import ProxyStartError, first_failure
+from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.dispatch_settings import DispatchSettings
 from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.request_standing import find_standings
@@ -54,12 +57,41 @@ log = logging.getLogger("twinpool.proxy")
 STREAMS_END_WITHIN_S = 3
 
 
+@dataclass(frozen=True, slots=True)
+class ApiServerSeat:
+    """The place of one API server process among several that accept on one socket."""
+
+    index: int
+    count: int
+    loads: memoryview
+    """Connections of each (`proxy.api_servers.accept_loads`)."""
+
+
+class _HttpServer(NoSignalServer):  # type: ignore[misc]  # vLLM is not typed for us
+    """Tells when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, seat: ApiServerSeat | None) -> None:
+        super().__init__(config, (seat.loads, seat.index) if seat is not None else None)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
 class VllmServer:
     """Made before the workers are up; serves, on a bound socket, when they are."""
 
-    def __init__(self, config: ClusterConfig, model_path: str, listening: socket.socket) -> None:
-        """Raises `ProxyStartError`. Takes seconds; may run in a thread. Owns the socket from here on."""
+    def __init__(
+        self, config: ClusterConfig, model_path: str, listening: socket.socket, seat: ApiServerSeat | None = None
+    ) -> None:
+        """Raises `ProxyStartError`. Takes seconds; may run in a thread. Owns the socket from here on.
+
+        `seat` is None where no other process accepts on the socket.
+        """
         self._socket = listening
+        self._seat = seat
+        self._start_timeout_s = config.start_timeout_s
         try:
             self._configure(config, model_path)
         except ProxyStartError:
@@ -78,6 +110,15 @@ class VllmServer:
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
         self._slo, self._liveness = SloRules(config.slo), config.liveness
+        if self._seat is not None:
+            if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+                raise ProxyStartError(
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING is set, but an adapter would be known to one API server only; "
+                    "set server.api_servers=1 or unset it"
+                )
+            # No cache of images that engines are expected to mirror: each process would have its own.
+            self._engine_args._api_process_count = self._seat.count
+            self._engine_args._api_process_rank = self._seat.index
         set_ulimit()
         try:
             self.config: VllmConfig = self._engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -113,36 +154,57 @@ class VllmServer:
         supervised: Sequence["asyncio.Task[Any]"],
         on_ready: Callable[[str], Awaitable[None]],
         stop: asyncio.Event,
+        hub: ApiServerHub | None = None,
     ) -> None:
-        """Serves until `stop`; raises `RuntimeError` when one of `supervised` or the server itself ends before."""
-        self.adopt(engine_facts(pool))
+        """The server beside the dispatcher, until `stop`; `hub` connects the further API server processes.
+
+        Raises `RuntimeError` when one of `supervised` or the server itself ends before `stop`, `ProxyStartError` when
+        it cannot start.
+        """
+        facts = engine_facts(pool)
+        self.adopt(facts)
         client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), self.returns_routed_experts)
         # Long enough to go through both pools.
         num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
-
         health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
+        if hub is not None:
+            hub.open(client.dispatcher, pool, facts, len(pool.roster.expected), stop)
 
         def dress(app: FastAPI) -> FastAPI:
-            self._add_routes(app, client, pool, administration)
+            self._add_routes(app, client, pool, administration, hub)
             app.router.routes[:0] = probe_routes(health.faults, health.readiness(partial(self._probe, num_tokens)))
+            if hub is not None:
+                hub.answer_with(app)
             return app
 
         async def start_up(llm: AsyncLLM) -> None:
             await self_test(llm, num_tokens)
+            if hub is not None:
+                missing = await hub.until_ready(self._start_timeout_s)
+                if missing:
+                    raise ProxyStartError(
+                        f"{', '.join(missing)} did not come up within start_timeout_s; see their logs"
+                    )
             log.info("serving url=%s", self.url)
             await on_ready(self.url)
 
         await self.run(client, dress, start_up, supervised, stop)
 
     def _add_routes(
-        self, app: FastAPI, client: ClusterClient, pool: WorkerPool, administration: Administration
+        self,
+        app: FastAPI,
+        client: ClusterClient,
+        pool: WorkerPool,
+        administration: Administration,
+        hub: ApiServerHub | None,
     ) -> None:
         """The cluster's own routes. Further API server processes pass requests for them on to this one."""
         model = (self._args.served_model_name or [self._args.model])[0]
 
         @app.get("/twinpool/status")
         async def status() -> Response:
-            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration))
+            others = hub.statuses(administration.notes()) if hub is not None else []
+            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
             return Response(body, media_type="application/json")
 
         keys = [key for key in (self._args.api_key or [envs.VLLM_API_KEY]) if key]
@@ -193,7 +255,7 @@ class VllmServer:
         handler = llm.output_handler
         watched = [*supervised, serving, *([handler] if handler is not None else [])]
         try:
-            await self._start_up(start_up(llm), serving, stopping)
+            await self._start_up(http, start_up(llm), serving, stopping)
             await asyncio.wait([*watched, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 cause = first_failure(watched)
@@ -207,16 +269,28 @@ class VllmServer:
             del app
 
     async def _start_up(
-        self, work: Coroutine[Any, Any, None], serving: "asyncio.Task[None]", stopping: "asyncio.Task[Any]"
+        self,
+        http: _HttpServer,
+        work: Coroutine[Any, Any, None],
+        serving: "asyncio.Task[None]",
+        stopping: "asyncio.Task[Any]",
     ) -> None:
-        starting = asyncio.create_task(work, name="start-up")
+        async def when_up() -> None:
+            try:
+                await http.is_up.wait()
+            except asyncio.CancelledError:
+                work.close()
+                raise
+            await work
+
+        starting = asyncio.create_task(when_up(), name="start-up")
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             return
         starting.result()
 
-    async def _http_server(self, llm: AsyncLLM, dress: Callable[[FastAPI], App]) -> tuple[uvicorn.Server, FastAPI]:
+    async def _http_server(self, llm: AsyncLLM, dress: Callable[[FastAPI], App]) -> tuple[_HttpServer, FastAPI]:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
@@ -245,7 +319,7 @@ class VllmServer:
         config.h11_max_incomplete_event_size = args.h11_max_incomplete_event_size
         config.h11_max_header_count = args.h11_max_header_count
         config.load()
-        server = NoSignalServer(config)
+        server = _HttpServer(config, self._seat)
         app.state.server = server
         return server, app
 

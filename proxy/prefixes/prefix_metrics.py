@@ -23,12 +23,14 @@ class PrefixMetrics:
             "twinpool_prefix_index_blocks",
             "Different KV blocks that some worker's prefix cache is known to hold.",
             registry=registry,
+            multiprocess_mode="mostrecent",
         )
         self._unknown = Gauge(
             "twinpool_prefix_events_unknown",
             "1: what a worker's prefix cache holds is not fully known.",
             ("worker",),
             registry=registry,
+            multiprocess_mode="mostrecent",
         )
         self._tokens = Counter(
             "twinpool_prefix_tokens",

@@ -35,11 +35,15 @@ class Administration:
         self._control = control
         self._times = times
         self._rolling: RollingRestart | None = None
+        self._other: RollingStatus | None = None
+        """Of a process that is no worker, if that was the last one."""
         self._task: asyncio.Task[None] | None = None
 
     @property
     def rolling(self) -> RollingStatus | None:
         """The last rolling restart."""
+        if self._other is not None:
+            return self._other
         return self._rolling.status if self._rolling is not None else None
 
     def notes(self) -> Mapping[str, LaunchNote]:
@@ -80,6 +84,11 @@ class Administration:
             assert self._rolling is not None
             doing = ", ".join(self._rolling.status.workers)
             raise OrderRefused(409, f"a restart of {doing} is under way; wait until it has ended")
+        if control.knows(order.workers) and order.workers not in self._known():
+            # An API server. Nothing would be finished by waiting: its connections stay as long as clients like.
+            control.start_now(order.workers)
+            self._other = RollingStatus([order.workers], [order.workers])
+            return Accepted(f"starting {order.workers} again", [order.workers], self._times.start_timeout_s)
         worker_ids = self._chosen(order.workers, control)
         if not order.force and self._decodes_alone(worker_ids):
             raise OrderRefused(
@@ -89,6 +98,7 @@ class Administration:
             )
         timeout_s = order.timeout_s or self._times.drain_timeout_s
         times = RollingTimes(timeout_s, self._times.start_timeout_s, self._times.stop_s)
+        self._other = None
         self._rolling = RollingRestart(self._pool, control, worker_ids, times, order.force)
         self._task = asyncio.create_task(self._rolling.run(), name="rolling-restart")
         self._task.add_done_callback(_log_failure)
@@ -96,9 +106,7 @@ class Administration:
         return Accepted(f"starting {names} again", worker_ids, times.of_one_s * len(worker_ids))
 
     def _chosen(self, workers: str, control: WorkerControl) -> list[str]:
-        roster = self._pool.roster
-        ids = [*roster.workers, *(name for name in roster.expected if name not in roster.workers)]
-        known = sorted(ids, key=_by_kind_and_number)
+        roster, known = self._pool.roster, self._known()
         if workers in ("all", *ROLES):
             chosen = [name for name in known if workers == "all" or _role(roster, name) == workers]
         else:
@@ -114,6 +122,12 @@ class Administration:
         # Who is away cannot be missed, and may stand in for the others.
         alive = {worker.worker_id for worker in roster.alive()}
         return sorted(chosen, key=alive.__contains__)
+
+    def _known(self) -> list[str]:
+        """Ids of all workers, also of those that have not come."""
+        roster = self._pool.roster
+        ids = [*roster.workers, *(name for name in roster.expected if name not in roster.workers)]
+        return sorted(ids, key=_by_kind_and_number)
 
     def _decodes_alone(self, worker_ids: list[str]) -> bool:
         """One of them is the only decode worker, and none of them is started before it leaves."""

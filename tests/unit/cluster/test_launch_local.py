@@ -1,6 +1,8 @@
 import asyncio
+import dataclasses
 import os
 import signal
+import socket
 import stat
 import sys
 import time
@@ -51,6 +53,18 @@ async def test_stopping_leaves_no_process_of_any_worker(run: Run, tmp_path: Path
     assert alive(pids) == []
     assert run.exits.empty(), "nobody is told of an end that was asked for"
     assert dict(run.launcher.groups) == {}
+
+
+async def test_a_process_inherits_the_open_files_that_it_is_meant_to(run: Run, tmp_path: Path) -> None:
+    theirs, mine = socket.socketpair()
+    code = f"import os; os.write({theirs.fileno()}, b'here')"
+    argv = (sys.executable, "-I", "-S", "-c", code)
+    with theirs, mine:
+        mine.settimeout(10)
+        command = WorkerCommand("api-server-1", "api-server", argv, os.environ, tmp_path / "log", noun="process")
+        await run.launcher.start([dataclasses.replace(command, pass_fds=(theirs.fileno(),))])
+        assert (await run.next_exit()).cause == "process api-server-1 left, as it was told"
+        assert mine.recv(4) == b"here"
 
 
 async def test_workers_that_ignore_the_request_are_killed_after_the_grace_time(run: Run, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from cluster.config import LivenessConfig
 from proxy.dispatch_settings import DispatchSettings
 from proxy.flights.flight import Flight
-from proxy.frontend.vllm_core_client import ClusterClient
+from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.place import Policy
 from proxy.workers.roster import Roster
@@ -32,8 +32,85 @@ PROMPT = list(range(100, 140))
 DEAD_AFTER_S = 0.4
 
 
-class MiniCluster:
+class MiniFrontEnd:
     """What `AsyncLLM` is to the API server, as far as requests and outputs go."""
+
+    def __init__(self, client: FrontEndClient) -> None:
+        self.core = client
+        self.front_end = OutputProcessor(None, log_stats=False)
+        client.bind(self.front_end)
+        self.batches: list[Any] = []
+        self._numbers = itertools.count()
+        self._handler = asyncio.create_task(self._handle_outputs())
+
+    async def _handle_outputs(self) -> None:
+        while True:
+            outputs = await self.core.get_output_async()
+            self.batches.append(outputs)
+            processed = self.front_end.process_outputs(outputs.outputs, outputs.timestamp, None)
+            await self.core.abort_requests_async(processed.reqs_to_abort)
+
+    @staticmethod
+    def params(**values: Any) -> SamplingParams:
+        defaults = {"max_tokens": 5, "temperature": 0.0, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        return SamplingParams(**{**defaults, **values})
+
+    def request(self, prompt: list[int] | None = None, **values: Any) -> EngineCoreRequest:
+        """A request as vLLM's input processor makes it."""
+        number = next(self._numbers)
+        return EngineCoreRequest(
+            request_id=f"client-id-{number}",
+            prompt_token_ids=list(prompt if prompt is not None else PROMPT),
+            mm_features=None,
+            sampling_params=self.params(**values),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            external_req_id="client-id",
+        )
+
+    async def add(self, request: EngineCoreRequest) -> RequestOutputCollector:
+        """Submits a request the way `AsyncLLM.add_request` does."""
+        params = request.sampling_params
+        assert params is not None
+        collector = RequestOutputCollector(params.output_kind, request.request_id)
+        if params.n == 1:
+            self.front_end.add_request(request, None, None, 0, collector)
+            await self.core.add_request_async(request)
+            return collector
+        parent = ParentRequest(request)
+        children = []
+        for index in range(params.n):
+            child = request if index == params.n - 1 else copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            children.append(child)
+            self.front_end.add_request(child, None, parent, index, collector)
+        for child in children:
+            await self.core.add_request_async(child)
+        return collector
+
+    async def run(self, prompt: list[int] | None = None, **values: Any) -> "Answer":
+        """Submits a request and collects all of its answer."""
+        return await read(await self.add(self.request(prompt, **values)))
+
+    async def abort(self, request_id: str) -> None:
+        """What `AsyncLLM.abort` does when a client leaves."""
+        await self.core.abort_requests_async(self.front_end.abort_requests([request_id], internal=True))
+
+    def assert_idle(self) -> None:
+        """Nothing is left of any request in the front end."""
+        assert self.front_end.request_states == {}
+        assert self.front_end.parent_requests == {}
+        assert self.front_end.external_req_ids == {}
+
+    def end(self) -> None:
+        self._handler.cancel()
+
+
+class MiniCluster(MiniFrontEnd):
+    """Workers, dispatcher, and the front end beside it."""
 
     def __init__(
         self, address: str, on_no_prefill: Any, reserve_at_start: bool, prefill_from: int = 4, max_losses: int = 3
@@ -48,18 +125,7 @@ class MiniCluster:
         self.pool = WorkerPool(address, roster, liveness, metrics)
         settings = DispatchSettings(Policy(prefill_from, on_no_prefill), reserve_at_start, 0.5, 0.1, max_losses)
         self.client = ClusterClient(self.pool, settings, metrics, num_engines=2)
-        self.front_end = OutputProcessor(None, log_stats=False)
-        self.client.bind(self.front_end)
-        self.batches: list[Any] = []
-        self._numbers = itertools.count()
-        self._handler = asyncio.create_task(self._handle_outputs())
-
-    async def _handle_outputs(self) -> None:
-        while True:
-            outputs = await self.client.get_output_async()
-            self.batches.append(outputs)
-            processed = self.front_end.process_outputs(outputs.outputs, outputs.timestamp, None)
-            await self.client.abort_requests_async(processed.reqs_to_abort)
+        super().__init__(self.client)
 
     async def join(self, *worker_ids: str, **options: Any) -> None:
         """Starts workers and waits until the proxy knows them."""
@@ -96,55 +162,6 @@ class MiniCluster:
         (trip,) = self.client.dispatcher.trips.values()
         return trip.sent or []
 
-    @staticmethod
-    def params(**values: Any) -> SamplingParams:
-        defaults = {"max_tokens": 5, "temperature": 0.0, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
-        return SamplingParams(**{**defaults, **values})
-
-    def request(self, prompt: list[int] | None = None, **values: Any) -> EngineCoreRequest:
-        """A request as vLLM's input processor makes it."""
-        number = next(self._numbers)
-        return EngineCoreRequest(
-            request_id=f"client-id-{number}",
-            prompt_token_ids=list(prompt if prompt is not None else PROMPT),
-            mm_features=None,
-            sampling_params=self.params(**values),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-            external_req_id="client-id",
-        )
-
-    async def add(self, request: EngineCoreRequest) -> RequestOutputCollector:
-        """Submits a request the way `AsyncLLM.add_request` does."""
-        params = request.sampling_params
-        assert params is not None
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
-        if params.n == 1:
-            self.front_end.add_request(request, None, None, 0, collector)
-            await self.client.add_request_async(request)
-            return collector
-        parent = ParentRequest(request)
-        children = []
-        for index in range(params.n):
-            child = request if index == params.n - 1 else copy(request)
-            child.request_id, child.sampling_params = parent.get_child_info(index)
-            children.append(child)
-            self.front_end.add_request(child, None, parent, index, collector)
-        for child in children:
-            await self.client.add_request_async(child)
-        return collector
-
-    async def run(self, prompt: list[int] | None = None, **values: Any) -> "Answer":
-        """Submits a request and collects all of its answer."""
-        return await read(await self.add(self.request(prompt, **values)))
-
-    async def abort(self, request_id: str) -> None:
-        """What `AsyncLLM.abort` does when a client leaves."""
-        await self.client.abort_requests_async(self.front_end.abort_requests([request_id], internal=True))
-
     def metric(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"twinpool_{name}", labels) or 0.0
 
@@ -153,12 +170,10 @@ class MiniCluster:
         assert self.client.dispatcher.trips == {}
         assert len(self.client.dispatcher.legs) == 0
         assert len(self.client.dispatcher.siblings) == 0
-        assert self.front_end.request_states == {}
-        assert self.front_end.parent_requests == {}
-        assert self.front_end.external_req_ids == {}
+        super().assert_idle()
 
     async def close(self) -> None:
-        self._handler.cancel()
+        self.end()
         for worker in self.workers.values():
             await worker.stop()
         self.pool.close()

@@ -36,7 +36,7 @@ class Control:
         self.tasks: list[asyncio.Task[None]] = []
 
     def knows(self, worker_id: str) -> bool:
-        return worker_id != "decode-9"
+        return worker_id in (*FOUR, "api-server-1")
 
     def keep_down(self, worker_id: str) -> None:
         self.kept_down.append(worker_id)
@@ -241,3 +241,17 @@ async def test_orders_need_the_key_and_name_what_is_wrong(
 
 def test_vllm_does_not_check_the_key_of_these_routes_itself() -> None:
     assert not "/twinpool/restart".startswith(GUARDED_PREFIX)
+
+
+async def test_a_process_that_is_no_worker_is_started_again_at_once(tmp_path: Path) -> None:
+    class OnlyNotes(Control):
+        def start_now(self, worker_id: str) -> None:
+            self.started.append(worker_id)
+
+    async with mini_cluster(tmp_path) as cluster:
+        control = OnlyNotes(cluster)
+        administration = Administration(cluster.pool, control, TIMES)
+        assert administration.restart(RestartOrder("api-server-1")).workers == ["api-server-1"]
+        assert control.started == ["api-server-1"]
+        assert administration.rolling is not None
+        assert administration.rolling.done == administration.rolling.workers

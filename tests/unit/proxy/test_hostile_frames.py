@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cluster import messages
-from proxy.workers import worker_socket
+from proxy import peer_socket
 from tests.unit.mutations import DEEP, mutated
 from tests.unit.proxy.fake_worker import generate
 from tests.unit.proxy.mini_cluster import PROMPT, MiniCluster, mini_cluster, until
@@ -90,7 +90,7 @@ async def test_almost_messages_of_a_worker_do_not_stop_the_proxy(
 async def test_what_cannot_be_read_or_is_too_large_is_dropped_and_counted(
     tmp_path: Path, stranger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_socket, "MAX_FRAME_BYTES", 32 << 20)
+    monkeypatch.setattr(peer_socket, "MAX_FRAME_BYTES", 32 << 20)
     async with mini_cluster(tmp_path) as cluster:
         stranger.connect(cluster.address)
         started = msgspec.msgpack.encode(messages.PrefillStarted("t"))

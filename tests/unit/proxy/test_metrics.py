@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from cluster.messages import HandoverClosed, WorkerLoad
 from proxy.metrics import ProxyMetrics
@@ -44,6 +44,12 @@ def test_every_metric_of_time_or_size_tells_its_unit(metrics: Metrics) -> None:
         assert family.documentation.endswith("."), family.name
         for unit in (units[word] for word in family.name.split("_") if word in units):
             assert unit in family.documentation.replace("Bytes", "bytes"), family.name
+
+
+def test_every_gauge_shows_one_value_where_several_api_servers_show_it(metrics: Metrics) -> None:
+    gauges = [metric for metric in metrics.all._collector_to_names if isinstance(metric, Gauge)]
+    assert len(gauges) > 10
+    assert {gauge._multiprocess_mode for gauge in gauges} == {"mostrecent"}, "others are shown per process"
 
 
 def test_what_was_left_to_copy_is_told_of_handovers_that_were_loaded(metrics: Metrics) -> None:

@@ -1,0 +1,123 @@
+"""A ROUTER socket of the proxy, owned by one task: to its workers, or to its further API server processes.
+
+Frames from peers are decoded here and handed to the owner's callbacks; whatever is malformed is dropped and counted.
+Sends never wait: ROUTER_MANDATORY tells at once when a peer is gone, and a peer that is stuck is given up by its
+silence, which bounds what can pile up for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from cluster.frames import BadFrame, reader
+
+log = logging.getLogger("twinpool.proxy")
+
+Frame = bytes | bytearray | memoryview | zmq.Frame
+Received = TypeVar("Received")
+
+ZMTP_HEARTBEAT_MS = 1_000
+ZMTP_TIMEOUT_MS = 5_000
+MAX_CONTROL_BYTES = 16 << 20
+"""Of the frame that says what the others are."""
+MAX_FRAME_BYTES = 1 << 30
+"""Of an array in an engine's outputs: log probabilities of a long prompt over a whole vocabulary."""
+
+
+class SocketAddressError(Exception):
+    """The address cannot be bound."""
+
+
+class PeerSocket(Generic[Received]):
+    """Sends and receives messages. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        peers: str,
+        decoder: msgspec.msgpack.Decoder[Received],
+        with_frames: type[Any],
+        on_message: Callable[[bytes, Received, Sequence[zmq.Frame]], None],
+        on_bad_frame: Callable[[str], None],
+    ) -> None:
+        """Binds; raises `SocketAddressError`.
+
+        Args:
+            address: where to listen.
+            peers: what they are called, in an error and in the name of the reading task.
+            decoder: of the first frame.
+            with_frames: the message that further frames may follow.
+            on_message: gets the sender's identity, the message, and the frames that follow it.
+            on_bad_frame: gets the reason why something was dropped.
+        """
+        self._on_message = on_message
+        self._on_bad_frame = on_bad_frame
+        self._with_frames = with_frames
+        self._encoder = msgspec.msgpack.Encoder()
+        self._read_frame = reader(decoder, MAX_CONTROL_BYTES)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A restarted peer may come back under the routing id it had.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMTP_TIMEOUT_MS)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise SocketAddressError(
+                f"the proxy cannot listen for {peers} at {address}: {error.strerror}; choose another address"
+            ) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._reader = asyncio.create_task(self._read(), name=f"socket of {peers}")
+
+    @property
+    def reader(self) -> "asyncio.Task[None]":
+        """The receiving task; it ends only through `close` or by a fault, which the owner must notice."""
+        return self._reader
+
+    def send(self, identity: bytes, message: Any, extra: Sequence[Frame] = ()) -> bool:
+        """Queues a message; False if no such peer is connected."""
+        frames = [identity, self._encoder.encode(message), *extra]
+        # With NOBLOCK pyzmq has tried before it returns the future.
+        sent = cast("asyncio.Future[object]", self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True))
+        error = sent.exception() if sent.done() else None
+        if error is not None:
+            log.debug("send_failed message=%s error=%s", type(message).__name__, error)
+        return error is None
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            self._take(frames)
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        if len(frames) < 2:
+            self._on_bad_frame("too few frames")
+            return
+        try:
+            message = self._read_frame(frames[1].buffer)
+        except BadFrame as error:
+            self._on_bad_frame(str(error))
+            return
+        if len(frames) > 2 and not isinstance(message, self._with_frames):
+            self._on_bad_frame(f"{type(message).__name__} with unexpected frames")
+            return
+        self._on_message(frames[0].bytes, message, frames[2:])
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stops at once; messages that are not delivered within `linger_ms` are dropped."""
+        self._reader.cancel()
+        self._socket.close(linger=linger_ms)
+        self._context.term()

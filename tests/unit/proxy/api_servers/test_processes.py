@@ -1,0 +1,63 @@
+"""How further API server processes are started."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.launch_local import WorkerCommand
+from proxy.api_servers.accept_loads import NOT_ACCEPTING, open_loads
+from proxy.api_servers.settings import (
+    ApiServerSettingsError,
+    api_server_commands,
+    loads_path,
+    metrics_dir,
+    read_api_server_settings,
+)
+
+
+def commands(directory: Path, api_servers: int) -> list[WorkerCommand]:
+    config = ClusterConfig.model_validate({"server": {"api_servers": api_servers, "options": {"api_key": "secret"}}})
+    with socket.socket() as listening:
+        return api_server_commands(config, "a/model", directory, listening, {"HOME": "/root"})
+
+
+def test_one_api_server_needs_no_further_process(tmp_path: Path) -> None:
+    assert commands(tmp_path, 1) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_further_process_inherits_the_socket_and_finds_its_settings(tmp_path: Path) -> None:
+    first, second = commands(tmp_path, 3)
+    assert (first.worker_id, second.worker_id) == ("api-server-1", "api-server-2")
+    settings = read_api_server_settings(Path(second.argv[-1]))
+    assert second.pass_fds == (settings.listening_fd,)
+    assert (settings.index, settings.model, settings.config.server.api_servers) == (2, "a/model", 3)
+    assert second.env == {"HOME": "/root", "PROMETHEUS_MULTIPROC_DIR": str(metrics_dir(tmp_path))}
+    assert Path(second.argv[-1]).stat().st_mode & 0o777 == 0o600, "the API key is in it"
+
+
+def test_connections_are_counted_where_all_processes_see_them(tmp_path: Path) -> None:
+    commands(tmp_path, 3)
+    mine, theirs = open_loads(loads_path(tmp_path)), open_loads(loads_path(tmp_path))
+    assert list(mine) == [NOT_ACCEPTING] * 3
+    mine[1] = 5
+    assert theirs[1] == 5
+
+
+def test_settings_of_another_version_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    with pytest.raises(ApiServerSettingsError, match="No such file"):
+        read_api_server_settings(path)
+    path.write_text('{"name": "x"}')
+    with pytest.raises(ApiServerSettingsError, match="same installation"):
+        read_api_server_settings(path)
+
+
+def test_nothing_imports_the_prometheus_client_before_its_directory_is_known() -> None:
+    """It reads the variable once, when it is imported."""
+    code = "import sys, proxy.serve; sys.exit('prometheus_client' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
