@@ -143,6 +143,15 @@ class SchedulingConfig(ConfigNode):
         le=100,
         description="A request that loses its workers so many times in a row, without a new token in between, fails.",
     )
+    max_queued_requests: int = Field(
+        default=1000, ge=1, description="Requests that may wait in the proxy; the next one is answered 429."
+    )
+    prior_prefill_tokens_per_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto", description="What a worker is believed to prefill until it has been watched doing it."
+    )
+    prior_decode_step_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto", description="How long a decode step is believed to take until then, in seconds."
+    )
 
 
 class ServerConfig(ConfigNode):

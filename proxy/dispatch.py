@@ -1,7 +1,7 @@
 """Every request on its way: feeds flights with what happens and carries out what they say.
 
-The thin shell around `flights.flight.advance` and `scheduling.place.place`. It runs on one event loop; nothing in it
-waits. What the client should see is put, one batch per engine step, into `outputs`.
+The thin shell around `flights.flight.advance`; who goes where is asked of `placing`. It runs on one event loop; nothing
+in it waits. What the client should see is put, one batch per engine step, into `outputs`.
 """
 
 import asyncio
@@ -69,7 +69,8 @@ from proxy.legs.vllm_leg_outputs import (
 )
 from proxy.legs.vllm_leg_requests import Exporter, LegRequests, describe
 from proxy.metrics import ProxyMetrics
-from proxy.scheduling.place import Local, Placement, PrefillOnly, Wait, place
+from proxy.placing import Placing
+from proxy.scheduling.place import Decision, Local, PrefillOnly, Wait
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Outcome
@@ -81,7 +82,6 @@ log = logging.getLogger("twinpool.proxy")
 
 LATE_NEWS_S = 60.0
 """How long the report of a hand-over is waited for after its request has ended."""
-EXPECTED_OUTPUT_TOKENS = 512
 
 
 class Dispatcher:
@@ -110,12 +110,13 @@ class Dispatcher:
         self.witness = Witness(metrics)
         self._transfers: dict[str, Trip] = {}
         self._late_news: deque[tuple[float, str]] = deque()
-        self._queued: dict[str, None] = {}
         self._batches: dict[FrontEnd, list[Any]] = {}
         self._held_s = 0.0
         self._requests = LegRequests()
         self._decoder = OutputDecoder()
+        self._placing = Placing(settings.policy, pool.prefixes.index, pool.roster, self._decided)
         pool.listen(self)
+        self._placing.look_at_workers()
 
     @property
     def recent(self) -> RecentHandovers:
@@ -162,7 +163,7 @@ class Dispatcher:
         if self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
-            self._place(trip)
+            self._placing.queue(trip)
         self._flush()
 
     def abort(self, request_ids: Iterable[str], *, answered: bool = False) -> None:
@@ -211,18 +212,25 @@ class Dispatcher:
         now_s = time.monotonic()
         if step.outputs:
             self.progress.worked(worker.worker_id, now_s)
+        goes_on = False
         for output in step.outputs:
             leg = self.legs.find(output.request_id, worker.worker_id)
             if leg is None:
                 continue
             if leg.trip.passes_on == leg.kind and is_plain(output):
                 self._pass_on(leg.trip, output, now_s)
+                goes_on = True
                 continue
             if output.events and (ago_s := scheduled_ago_s(output, step.timestamp)) is not None:
                 self.witness.scheduled(leg.trip, leg.kind, ago_s)
+            goes_on |= leg.trip.num_outputs >= 2
+            event = leg_event(leg.kind, output)
+            if leg.kind != "decode" and event.finish != "abort":
+                self._placing.prompt_computed(leg.trip)
             if output.finish_reason is not None and not leg.trip.flight.open_ended:
                 self._close_leg(leg.trip, leg.kind)
-            self._feed(leg.trip, leg_event(leg.kind, output))
+            self._feed(leg.trip, event)
+        self._placing.look_at_step(worker.worker_id, now_s, goes_on=goes_on)
         self._flush(worker, step)
 
     def _pass_on(self, trip: Trip, output: Any, now_s: float) -> None:
@@ -257,6 +265,7 @@ class Dispatcher:
 
     def on_worker_lost(self, loss: Loss) -> None:
         """Ends or replaces everything that depends on a worker."""
+        self._placing.look_at_workers()
         lost = self.legs.lose(loss.worker_id)
         if lost and loss.kind in ("silent", "unreachable", "rejoined"):
             # It may only stand still: when it goes on, it must not work for nobody.
@@ -272,10 +281,12 @@ class Dispatcher:
 
     def on_pool_changed(self) -> None:
         """Somebody came or went: whoever waits may be placed now."""
-        for request_id in list(self._queued):
-            trip = self.trips.get(request_id)
-            if trip is not None and request_id in self._queued:
-                self._place(trip)
+        self._placing.look_at_workers()
+        self._flush()
+
+    def on_load(self, worker: Worker, load: messages.WorkerLoad) -> None:
+        """A worker says what it carries; there may be more room than was believed."""
+        self._placing.look_at_load(load)
         self._flush()
 
     def needs(self, worker_id: str) -> bool:
@@ -288,9 +299,9 @@ class Dispatcher:
 
     def on_beat(self, now_s: float) -> None:
         """Deadlines of the queue, renewal of leases, who gets on, reports that will not come any more."""
-        for request_id in list(self._queued):
+        for request_id in self._placing.beat(now_s, self._settings.queue_timeout_s):
             trip = self.trips.get(request_id)
-            if trip is not None and trip.deadline_s is not None and now_s >= trip.deadline_s:
+            if trip is not None:
                 message = f"No worker could take the request within {self._settings.queue_timeout_s:g} s"
                 self._feed(trip, DeadlinePassed(Cause("queue_timeout", f"{message}; try again later")))
         if now_s - self._held_s >= self._settings.hold_every_s:
@@ -314,34 +325,17 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------- placement
 
-    def _place(self, trip: Trip) -> None:
-        view = self._pool.roster.view(self.legs.workload, self._to_come())
-        self._put(trip, place(trip.shape, view, self._settings.policy))
-
-    def _to_come(self) -> dict[str, list[int]]:
-        """By decode worker: tokens of each request that was placed there and has no leg there yet.
-
-        A prefill may wait for seconds; until then nothing else says that its blocks are spoken for.
-        """
-        to_come: dict[str, list[int]] = {}
-        for trip in self.trips.values():
-            flight = trip.flight
-            if flight.stage in (Stage.PREFILLING, Stage.HANDING_OVER) and not flight.decode_submitted:
-                to_come.setdefault(flight.decode, []).append(_expected_tokens(trip))
-        return to_come
-
-    def _put(self, trip: Trip, placement: Placement) -> None:
-        if isinstance(placement, Wait):
-            if trip.deadline_s is None:
-                trip.deadline_s = time.monotonic() + self._settings.queue_timeout_s
-                self._metrics.observe_decision("wait", placement.reason)
-            self._queued[trip.request_id] = None
+    def _decided(self, decision: Decision) -> None:
+        trip = self.trips.get(decision.request_id)
+        if trip is None:
             return
-        self._queued.pop(trip.request_id, None)
-        _note(trip, "placed")
+        placement = decision.placement
         self._metrics.observe_decision(type(placement).__name__.lower(), placement.reason)
-        log.info("placed request=%s placement=%s", trip.request_id, placement)
-        self._feed(trip, Placed(placement))
+        if not isinstance(placement, Wait):
+            trip.demoted = decision.demoted
+            _note(trip, "placed")
+            log.info("placed request=%s placement=%s", trip.request_id, placement)
+            self._feed(trip, Placed(placement))
 
     def _let_follow(self, group: str, ended_at: str = "") -> None:
         """Sends waiting siblings where their leader has the prompt; `ended_at`: where it had it, if it has ended."""
@@ -356,7 +350,8 @@ class Dispatcher:
             trip = self.trips.get(request_id)
             if trip is not None:
                 trip.scores = following.scores
-                self._put(trip, follow(worker.worker_id, "sibling"))
+                self._placing.follow(trip, worker.worker_id)
+                self._decided(Decision(request_id, follow(worker.worker_id, "sibling")))
 
     # ---------------------------------------------------------------------------------------- flights' actions
 
@@ -393,7 +388,7 @@ class Dispatcher:
                 self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
                 _note(trip, "local_submitted")
                 trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
-                engine_request_id = self._open_leg(trip, "local", worker_id)
+                engine_request_id = self.legs.open(trip, "local", worker_id)
                 scores_known = trip.scores is not None
                 frames = self._requests.local(trip.rest, engine_request_id, _urgency(trip), scores_known)
                 self._send(worker_id, messages.Submit(engine_request_id), frames)
@@ -433,13 +428,13 @@ class Dispatcher:
         self._place_without(trip, lost)
         heir = self.trips.get(heir_id or "")
         if heir is not None:
-            self._place(heir)
+            self._placing.queue(heir)
 
     def _place_without(self, trip: Trip, lost: str) -> None:
         self._expect_late_news(trip)
-        trip.transfer_id, trip.deadline_s = "", None
+        trip.transfer_id = ""
         trip.shape = replace(trip.shape, avoid=lost)
-        self._place(trip)
+        self._placing.queue(trip)
 
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
         siblings = [t for t in self.trips.values() if t.group == trip.group] if trip.group else []
@@ -453,7 +448,7 @@ class Dispatcher:
         self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
         _note(trip, "prefill_submitted")
         trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
-        engine_request_id = self._open_leg(trip, "prefill", worker_id)
+        engine_request_id = self.legs.open(trip, "prefill", worker_id)
         first_token = trip.shape.first_token_mode
         frames = self._requests.prefill(trip.rest, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
         self._send(worker_id, messages.Submit(engine_request_id), frames)
@@ -461,7 +456,7 @@ class Dispatcher:
     def _submit_decode(self, trip: Trip, worker_id: str) -> None:
         _note(trip, "decode_submitted")
         exporter = Exporter(trip.flight.prefill, self._pool.roster.workers[trip.flight.prefill].hello.ranks)
-        engine_request_id = self._open_leg(trip, "decode", worker_id)
+        engine_request_id = self.legs.open(trip, "decode", worker_id)
         frames = self._requests.decode(
             trip.rest, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter, _urgency(trip)
         )
@@ -493,6 +488,7 @@ class Dispatcher:
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
         """Gives each front end everything that one message led to, as one engine step."""
+        self._placing.settle()
         batches, self._batches = self._batches, {}
         if worker is not None and step.scheduler_stats is not None:
             batches.setdefault(self._local, [])
@@ -500,11 +496,6 @@ class Dispatcher:
             front_end.take(batch(worker.index if worker is not None else 0, outputs, step))
 
     # -------------------------------------------------------------------------------------------- bookkeeping
-
-    def _open_leg(self, trip: Trip, kind: LegKind, worker_id: str) -> str:
-        num_tokens = trip.shape.num_prompt_tokens + 1 if kind == "prefill" else _expected_tokens(trip)
-        self._pool.roster.promise(worker_id, num_tokens)
-        return self.legs.open(trip, kind, worker_id)
 
     def _close_leg(self, trip: Trip, kind: LegKind) -> str | None:
         if kind == "prefill":
@@ -514,13 +505,13 @@ class Dispatcher:
     def _forget(self, trip: Trip) -> None:
         for kind in list(trip.legs):
             self._close_leg(trip, kind)
-        self._queued.pop(trip.request_id, None)
+        self._placing.forget(trip)
         if self.trips.pop(trip.request_id, None) is not None:
             self.witness.ended(trip)
         self._expect_late_news(trip)
         heir = self.trips.get(self.siblings.leave(trip) or "")
         if heir is not None:
-            self._place(heir)
+            self._placing.queue(heir)
 
     def _expect_late_news(self, trip: Trip) -> None:
         """The report of a hand-over may come after its request has ended; metrics want it."""
@@ -533,10 +524,7 @@ def _note(trip: Trip, event: LifetimeEvent) -> None:
 
 
 def _urgency(trip: Trip) -> Urgency:
+    """To its engine; who is demoted ranks there as if it had only just come."""
     now_s = time.monotonic()
-    return urgency_of(trip.shape.standing, trip.lifetime.last("arrived") or now_s, now_s)
-
-
-def _expected_tokens(trip: Trip) -> int:
-    """Tokens whose KV a decode worker will hold for this request, as far as one can tell."""
-    return trip.shape.num_prompt_tokens + min(trip.shape.max_tokens, EXPECTED_OUTPUT_TOKENS)
+    since_s = trip.lifetime.last("placed" if trip.demoted else "arrived")
+    return urgency_of(trip.shape.standing, since_s if since_s is not None else now_s, now_s)

@@ -24,8 +24,6 @@ class Workload:
 
     legs: set[str] = field(default_factory=set)
     """Engine request ids."""
-    queued_tokens: int = 0
-    """Prompt tokens of its prefill legs."""
 
 
 class Legbook:
@@ -50,8 +48,6 @@ class Legbook:
         trip.legs[kind] = engine_request_id
         workload = self._workloads.setdefault(worker_id, Workload())
         workload.legs.add(engine_request_id)
-        if kind == "prefill":
-            workload.queued_tokens += trip.shape.num_prompt_tokens
         return engine_request_id
 
     def close(self, trip: Trip, kind: LegKind) -> str | None:
@@ -62,8 +58,6 @@ class Legbook:
             return None
         workload = self._workloads[leg.worker_id]
         workload.legs.discard(leg.engine_request_id)
-        if kind == "prefill":
-            workload.queued_tokens -= trip.shape.num_prompt_tokens
         return leg.engine_request_id
 
     def workload(self, worker_id: str) -> Workload:

@@ -33,8 +33,8 @@ class Trip:
     """Engine request id of each leg that runs."""
     transfer_id: str = ""
     """Of the current hand-over attempt."""
-    deadline_s: float | None = None
-    """While waiting in the proxy's queue."""
+    demoted: bool = False
+    """Its first token cannot come in time, and it goes behind those whose can."""
     num_outputs: int = 0
     passes_on: LegKind | None = None
     """The leg whose outputs go straight to the client: nothing of interest is left to happen but their end."""

@@ -1,7 +1,8 @@
-"""What a placement is decided from: the workers as the proxy sees them, and the shape of one request."""
+"""What a placement is decided from: the facts about each worker, what it reports, and the shape of one request."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from proxy.scheduling.prompt_hashes import NO_HASHES, PromptHashes
 from proxy.scheduling.slo import DEFAULT_STANDING, Standing
@@ -10,43 +11,26 @@ Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker at one moment."""
+class WorkerFacts:
+    """One life of one worker: what does not change while it lives."""
 
     worker_id: str
     role: Role
-    alive: bool
-    """It takes new requests."""
+    epoch: str
+    """Of its process; another one under the same id is another worker."""
+    index: int
+    """Breaks ties."""
     fingerprint: str
     """Of its KV layout; workers with equal ones can exchange blocks."""
     max_model_len: int
     """Tokens of prompt and output together that this engine accepts."""
-    queued_tokens: int
-    """Prompt tokens sent to it whose prefill has not ended yet."""
-    num_requests: int
-    """Requests it carries, and those on their way to it."""
-    blocks_free: int
-    """KV blocks free for new requests: the last report less what was promised since and what is on its way."""
-    in_transition: bool = False
-    """Not alive for new requests: it drains, or is being started again. Waiting for it, or its successor, may pay."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolView:
-    """All workers, in a stable order; ties are broken by it."""
-
-    workers: tuple[WorkerView, ...]
-    compatible: frozenset[tuple[str, str]] = frozenset()
-    """Fingerprints of prefill and decode workers that differ and can exchange blocks all the same."""
-
-    def alive(self, role: Role) -> tuple[WorkerView, ...]:
-        """The workers of a role that take requests."""
-        return tuple(w for w in self.workers if w.role == role and w.alive)
-
-    def can_pair(self, prefill: WorkerView, decode: WorkerView) -> bool:
-        """Blocks of the one can be copied to the other."""
-        layouts = (prefill.fingerprint, decode.fingerprint)
-        return layouts[0] == layouts[1] or layouts in self.compatible
+    block_size: int
+    """Tokens per KV block."""
+    num_blocks: int
+    max_num_seqs: int
+    """Requests that the engine runs at once."""
+    max_num_batched_tokens: int
+    """Tokens that the engine computes in one step: the chunk budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +47,23 @@ class RequestShape:
     local_because: str = ""
     """Not empty: this request cannot be handed over (pooling, images, embeddings, streamed input), and why."""
     standing: Standing = DEFAULT_STANDING
-    prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
-    """What to ask `PrefixIndex` for."""
     continues: bool = False
     """It goes on with a stream whose worker was lost; its prompt ends in tokens that the client has."""
     avoid: str = ""
     """The worker under which it was just lost: only if there is no other."""
+    prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
+    """What to ask `PrefixIndex` for."""
+
+
+class CachedPrefixes(Protocol):
+    """Who has which prompts in its KV cache (`prefix_index.PrefixIndex`)."""
+
+    def cached_tokens(self, prompt: PromptHashes) -> Mapping[str, int]:
+        """Tokens of the longest beginning that each worker has for certain; workers with none are left out."""
+
+
+class NothingKnown:
+    """Where workers do not tell what they have cached."""
+
+    def cached_tokens(self, prompt: PromptHashes) -> Mapping[str, int]:
+        return {}

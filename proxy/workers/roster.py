@@ -5,15 +5,13 @@ what the old one carried is lost. Silence for `dead_after_s` means dead until it
 alive and gets no new requests; what its hello says about that, and about its role, is true.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from cluster.messages import LEAVE, PROTOCOL_VERSION, WorkerHello, WorkerLoad
 from cluster.pairing import differing_fields
 from cluster.status import RefusedPair
-from proxy.flights.legbook import Workload
-from proxy.scheduling.view import PoolView, Role, WorkerView
+from proxy.scheduling.view import Role, WorkerFacts
 
 LossKind = Literal["silent", "exited", "left", "drained", "restarted", "unreachable", "rejoined"]
 ENDS: tuple[LossKind, ...] = ("exited", "left", "drained", "restarted")
@@ -32,8 +30,6 @@ class Worker:
     heard_s: float
     alive: bool = True
     load: WorkerLoad | None = None
-    promised_blocks: int = 0
-    """KV blocks of requests placed since `load` was sent."""
     ordered: str = ""
     """Goal of a drain that it was told of and has not confirmed by a hello."""
     lost_by: LossKind | None = None
@@ -56,16 +52,6 @@ class Worker:
     def takes_requests(self) -> bool:
         """New ones."""
         return self.alive and not self.drains_to
-
-    def blocks_of(self, num_tokens: int) -> int:
-        """KV blocks that hold so many tokens here."""
-        return -(-num_tokens // max(1, self.hello.engine.block_size))
-
-    @property
-    def blocks_free(self) -> int:
-        """The last report less what was promised since; all blocks before the first report."""
-        reported = self.load.blocks_free if self.load is not None else self.hello.engine.num_blocks
-        return max(0, reported - self.promised_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +207,7 @@ class Roster:
 
     def report(self, worker: Worker, load: WorkerLoad) -> bool:
         """Takes a load report; True if that brought the worker back to life."""
-        worker.load, worker.promised_blocks = load, 0
+        worker.load = load
         revived = not worker.alive
         worker.alive = True
         self.causes.pop(worker.worker_id, None)
@@ -292,35 +278,32 @@ class Roster:
         """Tokens that every living worker accepts; unlimited if there is none."""
         return min((w.hello.engine.max_model_len for w in self.alive()), default=1 << 62)
 
-    def promise(self, worker_id: str, num_tokens: int) -> None:
-        """Notes that a request of this size was sent to a worker; its next report will include it."""
-        worker = self.workers.get(worker_id)
-        if worker is not None:
-            worker.promised_blocks += worker.blocks_of(num_tokens)
-
-    def view(self, workload: Callable[[str], Workload], to_come: Mapping[str, Sequence[int]]) -> PoolView:
-        """The workers as placement sees them.
-
-        `workload` says what each has been given, `to_come` the tokens of each request that is on its way there.
-        """
-        views = []
-        for worker in sorted(self.workers.values(), key=lambda w: w.index):
-            given, coming = workload(worker.worker_id), to_come.get(worker.worker_id, ())
-            blocks_to_come = sum(worker.blocks_of(num_tokens) for num_tokens in coming)
-            views.append(
-                WorkerView(
-                    worker_id=worker.worker_id,
-                    role=worker.role,
-                    alive=worker.takes_requests,
-                    fingerprint=worker.hello.fingerprint,
-                    max_model_len=worker.hello.engine.max_model_len,
-                    queued_tokens=given.queued_tokens,
-                    num_requests=len(given.legs) + len(coming),
-                    blocks_free=max(0, worker.blocks_free - blocks_to_come),
-                    in_transition=self._in_transition(worker),
-                )
+    def facts(self) -> list[WorkerFacts]:
+        """Of the workers that take requests, in the order of their indices."""
+        return [
+            WorkerFacts(
+                worker_id=worker.worker_id,
+                role=worker.role,
+                epoch=worker.hello.epoch,
+                index=worker.index,
+                fingerprint=worker.hello.fingerprint,
+                max_model_len=worker.hello.engine.max_model_len,
+                block_size=worker.hello.engine.block_size,
+                num_blocks=worker.hello.engine.num_blocks,
+                max_num_seqs=worker.hello.engine.max_num_seqs,
+                max_num_batched_tokens=worker.hello.engine.max_num_batched_tokens,
             )
-        return PoolView(tuple(views), frozenset(layouts for layouts, forbid in self.differences.items() if not forbid))
+            for worker in self.taking_requests()
+        ]
+
+    def awaited(self) -> frozenset[Role]:
+        """Roles of workers that take no requests and are worth waiting for, as are those that take their places."""
+        return frozenset(worker.role for worker in self.workers.values() if self._in_transition(worker))
+
+    @property
+    def compatible(self) -> frozenset[tuple[str, str]]:
+        """Layouts of prefill and decode workers that differ and can exchange blocks all the same."""
+        return frozenset(layouts for layouts, forbid in self.differences.items() if not forbid)
 
     def refused_pairs(self) -> list[RefusedPair]:
         """Living workers that are never placed together, and the fields of their layouts that forbid it."""

@@ -34,6 +34,7 @@ class PoolListener(Protocol):
     def on_prefill_started(self, worker: Worker, transfer_id: str) -> None: ...
     def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None: ...
     def on_worker_lost(self, loss: Loss) -> None: ...
+    def on_load(self, worker: Worker, load: messages.WorkerLoad) -> None: ...
     def on_pool_changed(self) -> None: ...
     def on_beat(self, now_s: float) -> None: ...
     def needs(self, worker_id: str) -> bool: ...
@@ -174,6 +175,8 @@ class WorkerPool:
                     log.info("worker_back worker=%s", worker.worker_id)
                     self._pool_changed()
                 self._metrics.observe_load(worker.worker_id, message)
+                if listener is not None:
+                    listener.on_load(worker, message)
             case messages.Goodbye():
                 cause = f"Worker {worker.worker_id} left: {message.reason}"
                 self.prefixes.forget(worker.worker_id)
@@ -261,9 +264,10 @@ class WorkerPool:
         for worker_id, future in list(self._calls.values()):
             if worker_id == loss.worker_id and not future.done():
                 future.set_exception(UtilityError(loss.cause))
-        self._pool_changed()
+        # First what it carried is given up: a new life under the same id may get requests as soon as it is known.
         if self._listener is not None:
             self._listener.on_worker_lost(loss)
+        self._pool_changed()
 
     def _pool_changed(self) -> None:
         self._metrics.observe_alive(

@@ -112,9 +112,7 @@ class MiniFrontEnd:
 class MiniCluster(MiniFrontEnd):
     """Workers, dispatcher, and the front end beside it."""
 
-    def __init__(
-        self, address: str, on_no_prefill: Any, reserve_at_start: bool, prefill_from: int = 4, max_losses: int = 3
-    ) -> None:
+    def __init__(self, address: str, policy: Policy, reserve_at_start: bool, max_losses: int = 3) -> None:
         self.address = address
         self.exchange = Exchange()
         self.workers: dict[str, FakeWorker] = {}
@@ -123,7 +121,7 @@ class MiniCluster(MiniFrontEnd):
         roster = Roster(frozenset({MODEL}), DEAD_AFTER_S, ("prefill-0", "decode-0"))
         metrics = ProxyMetrics(self.registry)
         self.pool = WorkerPool(address, roster, liveness, metrics)
-        settings = DispatchSettings(Policy(prefill_from, on_no_prefill), reserve_at_start, 0.5, 0.1, max_losses)
+        settings = DispatchSettings(policy, reserve_at_start, 0.5, 0.1, max_losses)
         self.client = ClusterClient(self.pool, settings, metrics, num_engines=2)
         super().__init__(self.client)
 
@@ -237,13 +235,15 @@ async def until(condition: Callable[[], Any], timeout_s: float = 3.0) -> None:
 async def mini_cluster(
     tmp_path: Path,
     *worker_ids: str,
-    on_no_prefill: str = "local",
+    on_no_prefill: Any = "local",
     reserve_at_start: bool = True,
     prefill_from: int = 4,
     max_losses: int = 3,
+    max_queued_requests: int = 1000,
 ) -> AsyncIterator[MiniCluster]:
     """A cluster with these workers, by default one of each role."""
-    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", on_no_prefill, reserve_at_start, prefill_from, max_losses)
+    policy = Policy(prefill_from, on_no_prefill, max_queued_requests)
+    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", policy, reserve_at_start, max_losses)
     try:
         await cluster.join(*(worker_ids or ("prefill-0", "decode-0")))
         yield cluster

@@ -6,7 +6,6 @@ import msgspec
 
 from cluster.messages import LEAVE, PROTOCOL_VERSION, EngineFacts, RankAddress, WorkerHello, WorkerLoad
 from cluster.status import RefusedPair
-from proxy.flights.legbook import Workload
 from proxy.workers.roster import Roster
 
 
@@ -120,10 +119,6 @@ def drained_hello(goal: str, number: int = 1, **changes: Any) -> WorkerHello:
     return hello("decode-0", drains_to=goal, drain=number, **changes)
 
 
-def in_transition(known: Roster) -> list[bool]:
-    return [worker.in_transition for worker in known.view(lambda _: Workload(), {}).workers]
-
-
 def test_a_worker_that_drains_is_alive_and_takes_no_requests() -> None:
     known = roster("prefill-0", "decode-0")
     admission = known.admit(b"\x01", drained_hello(LEAVE), 1.0)
@@ -132,8 +127,8 @@ def test_a_worker_that_drains_is_alive_and_takes_no_requests() -> None:
     assert [w.worker_id for w in known.alive("decode")] == ["decode-0"]
     assert known.taking_requests("decode") == []
     assert [w.worker_id for w in known.draining()] == ["decode-0"]
-    assert [w.alive for w in known.view(lambda _: Workload(), {}).workers] == [True, False]
-    assert in_transition(known) == [False, True]
+    assert [w.worker_id for w in known.facts()] == ["prefill-0"]
+    assert known.awaited() == {"decode"}
     again = known.admit(b"\x01", drained_hello(LEAVE), 2.0)
     assert not again.changed
 
@@ -180,16 +175,16 @@ def test_who_has_another_role_is_compared_with_its_new_partners() -> None:
 def test_a_decode_worker_is_worth_waiting_for_if_it_left_on_request_or_is_started_again() -> None:
     known = roster("decode-0")
     known.lose("decode-0", "exited", "killed")
-    assert in_transition(known) == [False]
+    assert known.awaited() == frozenset()
     known.restarts = True
-    assert in_transition(known) == [True]
+    assert known.awaited() == {"decode"}
     known.expect("decode-0", returns=False)
-    assert in_transition(known) == [False]
+    assert known.awaited() == frozenset()
     known.admit(b"\x00", hello("decode-0", epoch="life-2"), 1.0)
     known.lose("decode-0", "silent", "it was silent")
-    assert in_transition(known) == [False], "its process may be there for ever"
+    assert known.awaited() == frozenset(), "its process may be there for ever"
     known.lose("decode-0", "exited", "killed")
-    assert in_transition(known) == [True]
+    assert known.awaited() == {"decode"}
     assert known.lose("decode-0", "drained", "it left") is None, "it was lost before"
 
 
@@ -206,29 +201,13 @@ def test_a_load_report_over_a_new_connection_is_the_same_life() -> None:
     assert known.heard(b"unknown", None, None, 1.0) is None
 
 
-def test_blocks_promised_since_the_last_report_are_not_free() -> None:
-    known = roster("decode-0")
-    worker = known.workers["decode-0"]
-    known.promise("decode-0", num_tokens=33)
-    assert worker.blocks_free == 97
-    known.report(worker, load("decode-0", "decode-0-life-1", blocks_free=2))
-    assert worker.blocks_free == 2
-    known.promise("decode-0", num_tokens=1000)
-    assert worker.blocks_free == 0
-
-
-def test_the_view_shows_workers_in_the_order_of_their_numbers() -> None:
+def test_placement_sees_workers_in_the_order_of_their_numbers_with_what_their_engines_said() -> None:
     known = roster("decode-0", "prefill-0", "decode-7")
-    view = known.view(lambda worker_id: Workload({"x"}, 5) if worker_id == "prefill-0" else Workload(), {})
-    assert [w.worker_id for w in view.workers] == ["prefill-0", "decode-0", "decode-7"]
-    assert (view.workers[0].queued_tokens, view.workers[0].num_requests) == (5, 1)
-
-
-def test_requests_on_their_way_to_a_worker_count_as_its_own() -> None:
-    known = roster("decode-0", "decode-1")
-    free = known.workers["decode-0"].blocks_free
-    view = known.view(lambda _worker_id: Workload(), {"decode-0": [33, 1]})
-    assert [(w.num_requests, w.blocks_free) for w in view.workers] == [(2, free - 4), (0, free)]
+    facts = known.facts()
+    assert [(w.worker_id, w.index) for w in facts] == [("prefill-0", 0), ("decode-0", 1), ("decode-7", 2)]
+    engine = hello().engine
+    assert (facts[0].num_blocks, facts[0].block_size) == (engine.num_blocks, engine.block_size)
+    assert facts[0].max_num_batched_tokens == engine.max_num_batched_tokens
 
 
 def test_layouts_tell_who_can_be_paired_and_what_differs() -> None:
@@ -236,7 +215,7 @@ def test_layouts_tell_who_can_be_paired_and_what_differs() -> None:
     known.admit(b"d", hello("decode-0", fingerprint="g", layout_fields={"dtype": "float16"}), 0.0)
     assert not known.has_pair()
     assert known.refused_pairs() == [RefusedPair("prefill-0", "decode-0", ["dtype (bfloat16 / float16)"])]
-    assert known.view(lambda _: Workload(), {}).compatible == frozenset()
+    assert known.compatible == frozenset()
 
 
 def test_workers_with_other_numbers_of_ranks_are_paired_if_their_caches_can_be_cut() -> None:
@@ -247,7 +226,7 @@ def test_workers_with_other_numbers_of_ranks_are_paired_if_their_caches_can_be_c
         known.admit(worker_id.encode(), hello(worker_id, epoch="new", fingerprint=tp_size, layout_fields=fields), 0.0)
     assert known.has_pair()
     assert known.refused_pairs() == []
-    assert known.view(lambda _: Workload(), {}).compatible == {("1", "2")}
+    assert known.compatible == {("1", "2")}
 
 
 def test_one_worker_that_fits_nobody_does_not_keep_the_others_apart() -> None:

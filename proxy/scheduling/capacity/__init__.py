@@ -1,0 +1,1 @@
+"""What workers have been given, how fast they are, and whom to ask first."""

@@ -1,0 +1,189 @@
+"""All workers of both roles, kept in the order in which they are asked, so that nobody is asked in vain."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import islice
+
+from proxy.scheduling.capacity.costs import CostModel
+from proxy.scheduling.capacity.workers import DecodeWorker, PrefillWorker, Recent
+from proxy.scheduling.place import Policy
+from proxy.scheduling.view import Role, WorkerFacts
+
+TOLERATED_IMBALANCE = 1.15
+ASKED = 4
+"""Prefill workers that are asked about a request: so many that will be free first, and as many that know its prompt."""
+
+
+@dataclass(slots=True)
+class Pools:
+    """The workers that take requests now."""
+
+    policy: Policy
+    average: CostModel = field(init=False)
+    """Of no worker in particular: how long work takes before it is known who does it."""
+    prefill: dict[str, PrefillWorker] = field(default_factory=dict)
+    decode: dict[str, DecodeWorker] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
+    """Of all prefill workers that there were."""
+    prefill_lens: tuple[int, ...] = ()
+    """Different context lengths of the prefill workers, shortest first."""
+    decode_lens: tuple[int, ...] = ()
+    awaited: frozenset[Role] = frozenset()
+    """Roles of which workers will come or come back."""
+    _compatible: frozenset[tuple[str, str]] = frozenset()
+    _partners: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the layout of a prefill worker: those of decode workers that it can hand over to."""
+    _prefill_order: list[tuple[bool, float, int]] = field(default_factory=list)
+    _prefill_by_index: dict[int, PrefillWorker] = field(default_factory=dict)
+    _decode_order: dict[str, list[tuple[int, int, float, int]]] = field(default_factory=dict)
+    """By layout."""
+    _decode_by_index: dict[int, DecodeWorker] = field(default_factory=dict)
+    _learned: dict[str, CostModel] = field(default_factory=dict)
+    """By worker id: a restarted worker is as fast as it was."""
+
+    def __post_init__(self) -> None:
+        self.average = CostModel(self.policy.prior_prefill_tokens_per_s, self.policy.prior_decode_step_s)
+
+    # ----------------------------------------------------------------------------------------------- membership
+
+    def become(
+        self, workers: Iterable[WorkerFacts], compatible: frozenset[tuple[str, str]], awaited: frozenset[Role]
+    ) -> bool:
+        """Exactly these take requests from now on; False if that changes nothing.
+
+        `compatible`: layouts of prefill and decode workers that differ and can exchange blocks all the same; `awaited`:
+        roles of which workers will come or come back.
+        """
+        before = (self._compatible, self.awaited)
+        self._compatible, self.awaited = compatible, awaited
+        wanted = {facts.worker_id: facts for facts in workers}
+        known = [w.facts for w in self.prefill.values()] + [w.facts for w in self.decode.values()]
+        gone = [facts for facts in known if wanted.get(facts.worker_id) != facts]
+        for facts in gone:
+            self._leave(facts.worker_id)
+        new = [f for f in wanted.values() if f.worker_id not in self.prefill and f.worker_id not in self.decode]
+        for facts in new:
+            self._join(facts)
+        if not gone and not new and before == (compatible, awaited):
+            return False
+        self._membership_changed()
+        return True
+
+    def _join(self, facts: WorkerFacts) -> None:
+        untried = CostModel(self.policy.prior_prefill_tokens_per_s, self.policy.prior_decode_step_s, self.average)
+        costs = self._learned.setdefault(facts.worker_id, untried)
+        if facts.role == "prefill":
+            prefill = PrefillWorker(facts, costs)
+            self.prefill[facts.worker_id] = self._prefill_by_index[facts.index] = prefill
+            prefill.listed = prefill.order
+            insort(self._prefill_order, prefill.listed)
+        else:
+            decode = DecodeWorker(facts, costs, facts.num_blocks)
+            self.decode[facts.worker_id] = self._decode_by_index[facts.index] = decode
+            decode.listed = decode.order
+            insort(self._decode_order.setdefault(facts.fingerprint, []), decode.listed)
+
+    def _leave(self, worker_id: str) -> None:
+        prefill = self.prefill.pop(worker_id, None)
+        if prefill is not None:
+            del self._prefill_by_index[prefill.facts.index]
+            del self._prefill_order[bisect_left(self._prefill_order, prefill.listed)]
+        decode = self.decode.pop(worker_id, None)
+        if decode is not None:
+            del self._decode_by_index[decode.facts.index]
+            order = self._decode_order[decode.facts.fingerprint]
+            del order[bisect_left(order, decode.listed)]
+            if not order:
+                del self._decode_order[decode.facts.fingerprint]
+
+    def _membership_changed(self) -> None:
+        self.prefill_lens = tuple(sorted({w.facts.max_model_len for w in self.prefill.values()}))
+        self.decode_lens = tuple(sorted({w.facts.max_model_len for w in self.decode.values()}))
+        self._partners = {
+            layout: tuple(other for other in self._decode_order if self._fits(layout, other))
+            for layout in {w.facts.fingerprint for w in self.prefill.values()}
+        }
+
+    def _fits(self, prefill_layout: str, decode_layout: str) -> bool:
+        return prefill_layout == decode_layout or (prefill_layout, decode_layout) in self._compatible
+
+    # ------------------------------------------------------------------------------------------------- asking
+
+    def can_hand_over(self, needed: int) -> bool:
+        """Whether some prefill worker can hand a context of `needed` tokens over to some decode worker."""
+        if len(self.prefill_lens) == len(self.decode_lens) == 1:
+            return any(self._partners.values())
+        decode_layouts = {w.facts.fingerprint for w in self.decode.values() if w.facts.max_model_len >= needed}
+        return any(
+            not decode_layouts.isdisjoint(self._partners[w.facts.fingerprint])
+            for w in self.prefill.values()
+            if w.facts.max_model_len >= needed
+        )
+
+    def shortest_context(self, needed: int) -> int:
+        """Of all workers that accept `needed` tokens."""
+        return min((n for n in (*self.prefill_lens, *self.decode_lens) if n >= needed), default=0)
+
+    def prefill_candidates(self, needed: int, knowing: Mapping[str, int], avoid: str = "") -> Iterator[PrefillWorker]:
+        """Those that will be free first, and those that have most of the prompt; only such as accept the tokens.
+
+        `knowing`: tokens of the prompt that workers have. `avoid`: a worker that is left out unless it is the only one.
+        """
+        avoided = avoid if len(self.prefill) > 1 else ""
+        asked = {avoided}
+        accepting = (worker for worker in self._accepting(needed) if worker.facts.worker_id != avoided)
+        for worker in islice(accepting, ASKED):
+            asked.add(worker.facts.worker_id)
+            yield worker
+        for worker_id in knowing if len(knowing) <= ASKED else nlargest(ASKED, knowing, key=knowing.__getitem__):
+            known = self.prefill.get(worker_id)
+            if known is not None and worker_id not in asked and known.facts.max_model_len >= needed:
+                yield known
+
+    def _accepting(self, needed: int) -> Iterator[PrefillWorker]:
+        for _, _, index in self._prefill_order:
+            worker = self._prefill_by_index[index]
+            if worker.facts.max_model_len >= needed:
+                yield worker
+
+    def decode_for(
+        self, needed: int, num_tokens: int, prefill: PrefillWorker | None = None, avoid: str = ""
+    ) -> DecodeWorker | None:
+        """The best decode worker with room for `num_tokens`, that accepts `needed` and fits `prefill`."""
+        avoided = avoid if len(self.decode) > 1 else ""
+        layouts = self._decode_order if prefill is None else self._partners[prefill.facts.fingerprint]
+        best: DecodeWorker | None = None
+        for layout in layouts:
+            for place in self._decode_order[layout]:
+                if best is not None and best.listed < place:
+                    break
+                worker = self._decode_by_index[place[-1]]
+                fits = worker.has_room(worker.blocks_of(num_tokens)) and worker.facts.max_model_len >= needed
+                if fits and worker.facts.worker_id != avoided:
+                    best = worker
+                    break
+        return best
+
+    def excess_s(self, worker: PrefillWorker, now_s: float) -> float:
+        """Recent work of a prefill worker beyond its part, with some tolerance."""
+        part_s = self.recent.now(now_s) / max(1, len(self.prefill))
+        return max(0.0, worker.recent.now(now_s) - part_s * TOLERATED_IMBALANCE)
+
+    # ----------------------------------------------------------------------------------------------- reordering
+
+    def prefill_changed(self, worker: PrefillWorker) -> None:
+        """Its work changed."""
+        if self.prefill.get(worker.facts.worker_id) is worker and worker.listed != worker.order:
+            del self._prefill_order[bisect_left(self._prefill_order, worker.listed)]
+            worker.listed = worker.order
+            insort(self._prefill_order, worker.listed)
+
+    def decode_changed(self, worker: DecodeWorker) -> None:
+        """Its requests or its speed changed."""
+        if self.decode.get(worker.facts.worker_id) is worker and worker.listed != worker.order:
+            order = self._decode_order[worker.facts.fingerprint]
+            del order[bisect_left(order, worker.listed)]
+            worker.listed = worker.order
+            insort(order, worker.listed)

@@ -1,0 +1,278 @@
+"""The queue of the whole cluster, and the books of who has been given what.
+
+    add, follow   a request wants a place, or follows a sibling      remove     it wants none any more, or has ended
+    place         who goes where now                                 complete   a prompt has been computed
+    observe_*     what workers are, say and do                       expire     who has waited for too long
+
+Binding is late: a request leaves the queue when a prefill worker has no more than about two chunk budgets before it and
+a decode worker has room for its prompt and the expected answer, so order can change until then. Pure and deterministic:
+every time is an argument (seconds on any clock), and `lab` runs the same object.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from proxy.scheduling.capacity.books import Books
+from proxy.scheduling.capacity.pools import Pools
+from proxy.scheduling.fitting import NoFit, fit
+from proxy.scheduling.place import Decision, Policy, Reject, Wait
+from proxy.scheduling.route import LaneName, Route, lane_of, route
+from proxy.scheduling.view import CachedPrefixes, NothingKnown, RequestShape, Role, WorkerFacts
+from proxy.scheduling.waiting.admission import QUEUE_CAUTION, judge, retry_after_s
+from proxy.scheduling.waiting.backlog import Backlog
+from proxy.scheduling.waiting.fair_queue import Entry
+from proxy.scheduling.waiting.lane import Lane
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request in the queue."""
+
+    entry: Entry
+    way: Route
+    lane: LaneName
+    cached: Mapping[str, int]
+    """Tokens of its prompt that workers have."""
+    looked_s: float
+    """When that was looked up."""
+
+
+PATIENCE_S = 5.0
+"""How long smaller requests may pass one that waits for room at a decode worker."""
+LOOK_AGAIN_S = 0.5
+"""Finding a long prompt in the index takes longer than placing it."""
+
+
+class Scheduler:
+    """Made once per cluster; every method takes time independent of the number of requests, but for pool changes."""
+
+    def __init__(self, policy: Policy, prefixes: CachedPrefixes | None = None) -> None:
+        self.books = Books(Pools(policy))
+        self._policy = policy
+        self._prefixes = prefixes if prefixes is not None else NothingKnown()
+        self._waiting: dict[str, _Waiting] = {}
+        self._lanes: dict[LaneName, Lane] = {"prefill": Lane(), "decode": Lane()}
+        self._backlog = Backlog()
+        self._fresh: dict[str, None] = {}
+        """Added or taken out of a place since the last `place`."""
+        self._refused: list[Decision] = []
+        self._since: deque[Entry] = deque()
+        self._seq = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def add(self, request_id: str, shape: RequestShape, arrived_s: float, now_s: float) -> None:
+        """Takes a request into the queue; `place` says what becomes of it.
+
+        `arrived_s`: when the client sent it, which its deadline counts from. Raises `ValueError` if it is here already.
+        """
+        if request_id in self._waiting or request_id in self.books.held:
+            raise ValueError(f"request {request_id} was added twice; remove it first")
+        pools = self.books.pools
+        prefill_s = pools.average.prefill_s(shape.num_prompt_tokens)
+        share_s = prefill_s + pools.average.token_s * self.books.lengths.expected(shape.max_tokens)
+        deadline_s = arrived_s + shape.standing.slo.ttft_s
+        self._seq += 1
+        entry = Entry(request_id, shape, self._seq, arrived_s, now_s, deadline_s, prefill_s, share_s)
+        self._enqueue(entry, now_s)
+        if request_id in self._waiting:
+            self._since.append(entry)
+            self._fresh[request_id] = None
+
+    def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> None:
+        """A sibling runs where its prompt is; it never was in the queue. Workers that are unknown are not charged."""
+        self.books.follow(request_id, shape, worker_id, now_s)
+
+    def remove(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
+        """A request has ended or was lost; nothing of it counts any more. Unknown ones are ignored.
+
+        `num_output_tokens`: the length of its answer, if that ended by itself.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            self._leave(waiting, now_s, served=False)
+        self.books.release(request_id, now_s)
+        if num_output_tokens is not None:
+            self.books.lengths.observe(num_output_tokens)
+
+    def complete(self, request_id: str, now_s: float) -> bool:
+        """The prompt of a placed request has been computed; True if that is news."""
+        return self.books.prompt_computed(request_id, now_s)
+
+    def expire(self, now_s: float, timeout_s: float) -> list[str]:
+        """Takes out whoever has been in the queue for `timeout_s`."""
+        late = []
+        while self._since and (not self._is_waiting(self._since[0]) or now_s >= self._since[0].since_s + timeout_s):
+            waiting = self._waiting.get(self._since.popleft().request_id)
+            if waiting is not None and now_s >= waiting.entry.since_s + timeout_s:
+                self._leave(waiting, now_s, served=False)
+                late.append(waiting.entry.request_id)
+        return late
+
+    # -------------------------------------------------------------------------------------------------- workers
+
+    def observe_pools(
+        self,
+        workers: Iterable[WorkerFacts],
+        compatible: frozenset[tuple[str, str]],
+        now_s: float,
+        awaited: frozenset[Role] = frozenset(),
+    ) -> None:
+        """Everyone who takes requests now, and the layouts that differ and fit; whoever waits may go another way.
+
+        `awaited`: roles of which workers will come or come back, so that waiting for them pays.
+        """
+        if not self.books.pools.become(workers, compatible, awaited):
+            return
+        for waiting in list(self._waiting.values()):
+            way = route(waiting.entry.shape, self.books.pools, waiting.cached)
+            if lane_of(way) == waiting.lane != "nobody":
+                waiting.way = way
+                continue
+            self._leave(waiting, now_s, served=False)
+            self._enqueue(replace(waiting.entry, waiting=True), now_s)
+
+    def observe_load(self, worker_id: str, blocks_used: int, blocks_total: int) -> None:
+        """A worker says how many KV blocks it has and how many are taken."""
+        self.books.report(worker_id, blocks_used, blocks_total)
+
+    def observe_step(self, worker_id: str, now_s: float, *, goes_on: bool) -> None:
+        """Outputs of one step of a decode worker; `goes_on`: also of requests that had one in the step before."""
+        self.books.stepped(worker_id, now_s, goes_on=goes_on)
+
+    # ------------------------------------------------------------------------------------------------- deciding
+
+    def place(self, now_s: float) -> list[Decision]:
+        """Everything that can be decided now. Each request that was added is answered: with a place, a refusal, or
+        (once, if it stays in the queue) with why it waits."""
+        decisions, self._refused = self._refused, []
+        full: dict[LaneName, str] = {}
+        while (waiting := self._next(now_s, full)) is not None:
+            self._attempt(waiting, now_s, full, decisions)
+        for request_id in self._fresh:
+            newcomer = self._waiting.get(request_id)
+            if newcomer is not None:
+                self._settle(newcomer, now_s, full, decisions)
+        self._fresh.clear()
+        return decisions
+
+    def _next(self, now_s: float, full: Mapping[LaneName, str]) -> _Waiting | None:
+        heads = {name: head for name, lane in self._lanes.items() if (head := lane.head(now_s)) is not None}
+        # Who needs more room than becomes free at once is passed by smaller ones for a while, not for ever.
+        large = [
+            heads[name]
+            for name, reason in full.items()
+            if reason == "decode_full" and name in heads and now_s >= heads[name].since_s + PATIENCE_S
+        ]
+        open_ = [
+            head
+            for name, head in heads.items()
+            if name not in full and (self._lanes[name].favours(head) or all(head.seq < other.seq for other in large))
+        ]
+        if not open_:
+            return None
+        return self._waiting[min(open_, key=lambda head: (head.rank, head.key)).request_id]
+
+    def _attempt(self, waiting: _Waiting, now_s: float, full: dict[LaneName, str], decisions: list[Decision]) -> None:
+        """Places the next one of a lane, or finds out why that is not possible and notes it in `full`."""
+        entry = waiting.entry
+        found = fit(self.books.pools, self.books.lengths, waiting.way, entry, self._cached(waiting, now_s), now_s)
+        if isinstance(found, NoFit) and found.reroute:
+            self._leave(waiting, now_s, served=False)
+            self._enqueue(replace(entry, waiting=True), now_s, route(entry.shape, self.books.pools, {}))
+            return
+        caution = self.books.caution.factor
+        if self._too_late(waiting, found.first_token_in_s, found.alone_s, caution, now_s, decisions):
+            return
+        if isinstance(found, NoFit):
+            full[waiting.lane] = found.reason
+            return
+        self._leave(waiting, now_s, served=True)
+        self.books.charge(entry, found, now_s)
+        decisions.append(Decision(entry.request_id, found.placement, entry.demoted))
+
+    def _settle(
+        self, newcomer: _Waiting, now_s: float, full: Mapping[LaneName, str], decisions: list[Decision]
+    ) -> None:
+        """Somebody new could not be placed: is there hope, is there room to wait?"""
+        entry, lane = newcomer.entry, self._lanes.get(newcomer.lane)
+        wait_s = 0.0
+        if lane is not None:
+            pools = self.books.pools
+            workers = len(pools.prefill) if newcomer.lane == "prefill" else len(pools.decode)
+            wait_s = lane.wait_s(entry, workers)
+            found = fit(self.books.pools, self.books.lengths, newcomer.way, entry, newcomer.cached, now_s)
+            in_s, caution = wait_s + found.first_token_in_s, max(QUEUE_CAUTION, self.books.caution.factor)
+            self._too_late(newcomer, in_s, found.alone_s, caution, now_s, decisions)
+            if entry.request_id not in self._waiting:
+                return
+        if not entry.shape.continues and self._backlog.count > self._policy.max_queued_requests:
+            leaving = self._waiting[self._backlog.surplus(entry)]
+            self._leave(leaving, now_s, served=False)
+            message = f"{self._policy.max_queued_requests} requests are waiting already; try again later."
+            full_up = Reject(429, "queue_full", message, retry_after_s(wait_s))
+            decisions.append(Decision(leaving.entry.request_id, full_up))
+            if leaving is newcomer:
+                return
+        reason = newcomer.way.reason if lane is None else full.get(newcomer.lane, "decode_full")
+        decisions.append(Decision(entry.request_id, Wait(reason), self._waiting[entry.request_id].entry.demoted))
+
+    def _too_late(
+        self, waiting: _Waiting, in_s: float, alone_s: float, caution: float, now_s: float, decisions: list[Decision]
+    ) -> bool:
+        """Refuses or demotes a request that cannot be in time; False if it stays where it is."""
+        entry = waiting.entry
+        if in_s <= alone_s and not self.books.pools.average.is_learned:
+            # Nobody is before it: only by computing it can one find out how long that takes.
+            return False
+        verdict = judge(entry, in_s, alone_s, caution, now_s)
+        if verdict is None:
+            return False
+        self._leave(waiting, now_s, served=False)
+        if isinstance(verdict, Reject):
+            decisions.append(Decision(entry.request_id, verdict))
+        else:
+            self._enqueue(replace(entry, demoted=True, waiting=True), now_s, waiting.way)
+        return True
+
+    # ---------------------------------------------------------------------------------------------- bookkeeping
+
+    def _enqueue(self, entry: Entry, now_s: float, way: Route | None = None) -> None:
+        cached = self._look_up(entry.shape)
+        way = way if way is not None else route(entry.shape, self.books.pools, cached)
+        if isinstance(way, Reject):
+            self._refused.append(Decision(entry.request_id, way))
+            return
+        waiting = _Waiting(entry, way, lane_of(way), cached, now_s)
+        self._waiting[entry.request_id] = waiting
+        self._backlog.add(entry)
+        if waiting.lane != "nobody":
+            self._lanes[waiting.lane].push(entry)
+
+    def _leave(self, waiting: _Waiting, now_s: float, *, served: bool) -> None:
+        entry = waiting.entry
+        del self._waiting[entry.request_id]
+        self._backlog.remove(entry)
+        if served:
+            for lane in self._lanes.values():
+                lane.served(entry, now_s)
+        if waiting.lane != "nobody":
+            self._lanes[waiting.lane].remove(entry, now_s, served=served)
+
+    def _cached(self, waiting: _Waiting, now_s: float) -> Mapping[str, int]:
+        if now_s - waiting.looked_s >= LOOK_AGAIN_S:
+            waiting.cached, waiting.looked_s = self._look_up(waiting.entry.shape), now_s
+        return waiting.cached
+
+    def _look_up(self, shape: RequestShape) -> Mapping[str, int]:
+        return self._prefixes.cached_tokens(shape.prompt_hashes) if shape.prompt_hashes else {}
+
+    def _is_waiting(self, entry: Entry) -> bool:
+        waiting = self._waiting.get(entry.request_id)
+        return waiting is not None and waiting.entry.since_s == entry.since_s
