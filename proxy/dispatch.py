@@ -4,11 +4,8 @@ The thin shell around `flights.flight.advance`; who goes where is asked of `plac
 in it waits. What the client should see is put, one batch per engine step, into `outputs`.
 """
 
-import asyncio
 import logging
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,49 +36,39 @@ from proxy.flights.events import (
     DeadlinePassed,
     Event,
     HandoverClosed,
-    LegKind,
     Placed,
     PrefillStarted,
     WorkerLost,
 )
 from proxy.flights.flight import Flight, IllegalTransition, Stage, advance, passes_on
 from proxy.flights.front_end import FrontEnd, LocalFrontEnd
-from proxy.flights.legbook import Legbook
 from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip
 from proxy.health.progress import Progress
-from proxy.legs.urgency import Urgency, urgency_of
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_outputs import (
     BadOutputs,
     OutputDecoder,
-    add_prompt_scores,
-    batch,
-    client_output,
-    found_tokens,
     is_plain,
     leg_event,
-    passed_on,
-    prompt_scores,
     scheduled_ago_s,
 )
-from proxy.legs.vllm_leg_requests import Exporter, LegRequests, describe
+from proxy.legs.vllm_leg_requests import describe
 from proxy.metrics import ProxyMetrics
 from proxy.placing import Placing
+from proxy.replies import Replies
 from proxy.scheduling.place import Decision, Local, PrefillOnly, Wait
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
+from proxy.sending import Sending
 from proxy.slo.account import Outcome
 from proxy.slo.witness import Witness
 from proxy.workers.roster import Loss, Worker
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
-
-LATE_NEWS_S = 60.0
-"""How long the report of a hand-over is waited for after its request has ended."""
 
 
 class Dispatcher:
@@ -101,19 +88,17 @@ class Dispatcher:
         self._local = LocalFrontEnd(on_failure)
         self.outputs = self._local.outputs
         self.trips: dict[str, Trip] = {}
-        self.legs = Legbook()
         self.siblings = Siblings()
         self.progress = Progress()
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
         self.witness = Witness(metrics)
-        self._transfers: dict[str, Trip] = {}
-        self._late_news: deque[tuple[float, str]] = deque()
-        self._batches: dict[FrontEnd, list[Any]] = {}
+        self._replies = Replies(self._local, self.witness, pool.prefixes)
         self._held_s = 0.0
-        self._requests = LegRequests()
         self._decoder = OutputDecoder()
+        self._sending = Sending(pool, metrics)
+        self.legs = self._sending.legs
         self._placing = Placing(settings.policy, pool.prefixes.index, pool.roster, self._decided)
         pool.listen(self)
         self._placing.look_at_workers()
@@ -189,15 +174,12 @@ class Dispatcher:
 
     def _more_input(self, trip: Trip, request: Any) -> None:
         """Streamed input: the next chunk of a request, for the engine that has it already."""
-        engine_request_id = trip.legs.get("local")
-        if engine_request_id is None:
+        if not self._sending.more_input(trip, request):
             return
         trip.account.pause()
         if not request.resumable:
             # The last chunk: the next finish is the end of the request.
             trip.flight = replace(trip.flight, open_ended=False)
-        frames = self._requests.local(request, engine_request_id, _urgency(trip))
-        self._send(trip.flight.decode, messages.Submit(engine_request_id), frames)
 
     # ------------------------------------------------------------------------------------------- from workers
 
@@ -218,7 +200,7 @@ class Dispatcher:
             if leg is None:
                 continue
             if leg.trip.passes_on == leg.kind and is_plain(output):
-                self._pass_on(leg.trip, output, now_s)
+                self._replies.pass_on(leg.trip, output, now_s)
                 goes_on = True
                 continue
             if output.events and (ago_s := scheduled_ago_s(output, step.timestamp)) is not None:
@@ -228,33 +210,22 @@ class Dispatcher:
             if leg.kind != "decode" and event.finish != "abort":
                 self._placing.prompt_computed(leg.trip)
             if output.finish_reason is not None and not leg.trip.flight.open_ended:
-                self._close_leg(leg.trip, leg.kind)
+                self._sending.close(leg.trip, leg.kind)
             self._feed(leg.trip, event)
         self._placing.look_at_step(worker.worker_id, now_s, goes_on=goes_on)
         self._flush(worker, step)
 
-    def _pass_on(self, trip: Trip, output: Any, now_s: float) -> None:
-        """What `_feed` comes to for most tokens; see `flights.flight.passes_on`."""
-        trip.num_outputs += 1
-        trip.account.output(now_s)
-        if trip.sent is not None:
-            trip.sent += output.new_token_ids
-        outputs = self._batches.get(trip.front_end)
-        if outputs is None:
-            outputs = self._batches[trip.front_end] = []
-        outputs.append(passed_on(output, trip.request_id))
-
     def on_prefill_started(self, worker: Worker, transfer_id: str) -> None:
         """The prefill engine scheduled the first chunk of a hand-over."""
         self.progress.worked(worker.worker_id, time.monotonic())
-        trip = self._transfers.get(transfer_id)
+        trip = self._sending.trip_of(transfer_id)
         if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
             _note(trip, "prefill_started")
             self._feed(trip, PrefillStarted())
 
     def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None:
         """A decode worker has all it can get of a hand-over."""
-        trip = self._transfers.pop(closed.transfer_id, None)
+        trip = self._sending.transfer_closed(closed.transfer_id)
         if trip is None:
             return
         current = closed.transfer_id == trip.transfer_id and trip.flight.decode == worker.worker_id
@@ -266,11 +237,7 @@ class Dispatcher:
     def on_worker_lost(self, loss: Loss) -> None:
         """Ends or replaces everything that depends on a worker."""
         self._placing.look_at_workers()
-        lost = self.legs.lose(loss.worker_id)
-        if lost and loss.kind in ("silent", "unreachable", "rejoined"):
-            # It may only stand still: when it goes on, it must not work for nobody.
-            self._pool.send(loss.worker_id, messages.Abort([leg.engine_request_id for leg in lost]))
-        touched = {leg.trip.request_id: leg.trip for leg in lost}
+        touched = {leg.trip.request_id: leg.trip for leg in self._sending.lose(loss)}
         # Some have no leg there now, but a lease or a decode leg to come.
         touched.update(
             {t.request_id: t for t in self.trips.values() if loss.worker_id in (t.flight.prefill, t.flight.decode)}
@@ -306,22 +273,13 @@ class Dispatcher:
                 self._feed(trip, DeadlinePassed(Cause("queue_timeout", f"{message}; try again later")))
         if now_s - self._held_s >= self._settings.hold_every_s:
             self._held_s = now_s
-            self._hold_leases()
-        while self._late_news and self._late_news[0][0] <= now_s:
-            self._transfers.pop(self._late_news.popleft()[1], None)
+            self._sending.hold_leases(self.trips.values())
+        self._sending.forget_late_news(now_s)
         self.progress.beat(self._pool.roster.alive(), self.legs.at_work(), now_s)
         self._metrics.observe_stages(
             [(trip.flight.stage.value, now_s - trip.lifetime.events[-1][1]) for trip in self.trips.values()]
         )
         self._flush()
-
-    def _hold_leases(self) -> None:
-        held: dict[str, list[str]] = {}
-        for trip in self.trips.values():
-            if trip.flight.lease_open and trip.flight.prefill:
-                held.setdefault(trip.flight.prefill, []).append(trip.transfer_id)
-        for worker_id, transfer_ids in held.items():
-            self._pool.send(worker_id, messages.HoldTransfers(transfer_ids))
 
     # ---------------------------------------------------------------------------------------------- placement
 
@@ -379,27 +337,22 @@ class Dispatcher:
     def _perform(self, trip: Trip, action: Action) -> None:
         match action:
             case Emit(leg, payload, finished, prefill):
-                self._emit(trip, leg, payload, finished, prefill)
+                went_well = self._replies.emit(trip, leg, payload, finished, prefill)
+                if finished:
+                    _note(trip, "finished")
+                    self.witness.answered(trip, well=went_well)
             case SubmitPrefill(worker_id):
-                self._submit_prefill(trip, worker_id)
+                self._sending.prefill(trip, worker_id)
             case SubmitDecode(worker_id):
-                self._submit_decode(trip, worker_id)
+                self._sending.decode(trip, worker_id)
             case SubmitLocal(worker_id):
-                self._metrics.local_prefill_tokens.inc(trip.shape.num_prompt_tokens)
-                _note(trip, "local_submitted")
-                trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
-                engine_request_id = self.legs.open(trip, "local", worker_id)
-                scores_known = trip.scores is not None
-                frames = self._requests.local(trip.rest, engine_request_id, _urgency(trip), scores_known)
-                self._send(worker_id, messages.Submit(engine_request_id), frames)
+                self._sending.local(trip, worker_id)
             case SendFirstToken(worker_id, token):
-                self._send(worker_id, messages.FirstToken(trip.transfer_id, token))
+                self._sending.first_token(trip, worker_id, token)
             case DropTransfer(worker_id):
-                self._send(worker_id, messages.DropTransfers([trip.transfer_id]))
+                self._sending.drop_transfer(trip, worker_id)
             case AbortLeg(kind, worker_id):
-                closed_id = self._close_leg(trip, kind)
-                if closed_id is not None:
-                    self._send(worker_id, messages.Abort([closed_id]))
+                self._sending.abort(trip, kind, worker_id)
             case PlaceAnew(cause, lost):
                 self._metrics.replacements.inc()
                 log.warning("placed_anew request=%s cause=%s", trip.request_id, cause.message)
@@ -431,7 +384,7 @@ class Dispatcher:
             self._placing.queue(heir)
 
     def _place_without(self, trip: Trip, lost: str) -> None:
-        self._expect_late_news(trip)
+        self._sending.expect_late_news(trip)
         trip.transfer_id = ""
         trip.shape = replace(trip.shape, avoid=lost)
         self._placing.queue(trip)
@@ -442,89 +395,24 @@ class Dispatcher:
         told = trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
         self.abort(request_id for request_id in told if request_id != trip.request_id)
 
-    def _submit_prefill(self, trip: Trip, worker_id: str) -> None:
-        trip.transfer_id = uuid.uuid4().hex
-        self._transfers[trip.transfer_id] = trip
-        self._metrics.remote_prefill_tokens.inc(trip.shape.num_prompt_tokens)
-        _note(trip, "prefill_submitted")
-        trip.expected_cached_tokens = self._pool.prefixes.expected(worker_id, trip.shape.prompt_hashes)
-        engine_request_id = self.legs.open(trip, "prefill", worker_id)
-        first_token = trip.shape.first_token_mode
-        frames = self._requests.prefill(trip.rest, engine_request_id, trip.transfer_id, first_token, _urgency(trip))
-        self._send(worker_id, messages.Submit(engine_request_id), frames)
-
-    def _submit_decode(self, trip: Trip, worker_id: str) -> None:
-        _note(trip, "decode_submitted")
-        exporter = Exporter(trip.flight.prefill, self._pool.roster.workers[trip.flight.prefill].hello.ranks)
-        engine_request_id = self.legs.open(trip, "decode", worker_id)
-        frames = self._requests.decode(
-            trip.rest, engine_request_id, trip.transfer_id, trip.shape.first_token_mode, exporter, _urgency(trip)
-        )
-        self._send(worker_id, messages.Submit(engine_request_id), frames)
-
-    def _send(self, worker_id: str, message: messages.ToWorker, frames: Sequence[Any] = ()) -> None:
-        if not self._pool.send(worker_id, message, frames):
-            # Not from within an action: losing the worker feeds every flight it carries, this one included.
-            asyncio.get_running_loop().call_soon(self._pool.unreachable, worker_id)
-
-    # ------------------------------------------------------------------------------------------------ outputs
-
-    def _emit(self, trip: Trip, leg: LegKind, payload: Any, finished: bool, prefill: Any) -> None:
-        self.witness.output(trip, leg)
-        if trip.num_outputs == 1:
-            self._pool.prefixes.found(trip.expected_cached_tokens, found_tokens(leg, payload, prefill))
-        if trip.num_outputs == 1 and trip.shape.wants_prompt_scores:
-            if trip.scores is not None:
-                add_prompt_scores(payload, trip.scores)
-            else:
-                trip.scores = prompt_scores(prefill if prefill is not None else payload)
-        if trip.sent is not None:
-            trip.sent += payload.new_token_ids
-        output = client_output(payload, trip.request_id, leg, finished, prefill, trip.shape.continues)
-        self._batches.setdefault(trip.front_end, []).append(output)
-        if finished:
-            _note(trip, "finished")
-            self.witness.answered(trip, well=str(output.finish_reason) != "error")
-
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
-        """Gives each front end everything that one message led to, as one engine step."""
+        """Takes the decisions that one message made possible, and passes on the outputs that it led to."""
         self._placing.settle()
-        batches, self._batches = self._batches, {}
-        if worker is not None and step.scheduler_stats is not None:
-            batches.setdefault(self._local, [])
-        for front_end, outputs in batches.items():
-            front_end.take(batch(worker.index if worker is not None else 0, outputs, step))
+        self._replies.flush(worker.index if worker is not None else 0, step)
 
     # -------------------------------------------------------------------------------------------- bookkeeping
 
-    def _close_leg(self, trip: Trip, kind: LegKind) -> str | None:
-        if kind == "prefill":
-            _note(trip, "prefill_ended")
-        return self.legs.close(trip, kind)
-
     def _forget(self, trip: Trip) -> None:
         for kind in list(trip.legs):
-            self._close_leg(trip, kind)
+            self._sending.close(trip, kind)
         self._placing.forget(trip)
         if self.trips.pop(trip.request_id, None) is not None:
             self.witness.ended(trip)
-        self._expect_late_news(trip)
+        self._sending.expect_late_news(trip)
         heir = self.trips.get(self.siblings.leave(trip) or "")
         if heir is not None:
             self._placing.queue(heir)
 
-    def _expect_late_news(self, trip: Trip) -> None:
-        """The report of a hand-over may come after its request has ended; metrics want it."""
-        if trip.transfer_id in self._transfers:
-            self._late_news.append((time.monotonic() + LATE_NEWS_S, trip.transfer_id))
-
 
 def _note(trip: Trip, event: LifetimeEvent) -> None:
     trip.lifetime.note(event, time.monotonic())
-
-
-def _urgency(trip: Trip) -> Urgency:
-    """To its engine; who is demoted ranks there as if it had only just come."""
-    now_s = time.monotonic()
-    since_s = trip.lifetime.last("placed" if trip.demoted else "arrived")
-    return urgency_of(trip.shape.standing, since_s if since_s is not None else now_s, now_s)
