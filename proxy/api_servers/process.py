@@ -48,8 +48,9 @@ class ApiServerProcess:
 
     async def run(self) -> int:
         """Serves until told to stop; returns the exit code."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The launcher, and its watchdog, send SIGINT to who should end at once.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         liveness = self._settings.config.liveness
         link = DispatcherLink(
             hub_address(self._settings.runtime_dir),
@@ -114,6 +115,7 @@ def main() -> None:
     except ApiServerSettingsError as error:
         sys.exit(str(error))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("twinpool").setLevel(logging.INFO)  # something that vLLM imports raises the root's level
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     code = runner.run(ApiServerProcess.start_and_run(settings))
     logging.shutdown()

@@ -1,15 +1,21 @@
 """How further API server processes are started."""
 
+import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from cluster.config import ClusterConfig
 from cluster.launch_local import WorkerCommand
+from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import NOT_ACCEPTING, open_loads
+from proxy.api_servers.process import EXIT_FAILED, ApiServerProcess
 from proxy.api_servers.settings import (
     ApiServerSettingsError,
     api_server_commands,
@@ -61,3 +67,32 @@ def test_nothing_imports_the_prometheus_client_before_its_directory_is_known() -
     """It reads the variable once, when it is imported."""
     code = "import sys, proxy.serve; sys.exit('prometheus_client' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_either_signal_ends_a_process_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The launcher's watchdog sends SIGINT: to a worker SIGTERM means to finish everything first."""
+    process = make_process(tmp_path, monkeypatch)
+    running = asyncio.create_task(process.run())
+    await asyncio.sleep(0)
+    os.kill(os.getpid(), number)
+    assert await asyncio.wait_for(running, 5) == 0
+
+
+async def test_a_process_that_was_given_up_leaves_with_a_failure_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = make_process(tmp_path, monkeypatch)
+    running = asyncio.create_task(process.run())
+    await asyncio.sleep(0)
+    process._leave(messages.Leave("nothing was heard of it for 15.0 s"))
+    assert await asyncio.wait_for(running, 5) == EXIT_FAILED
+
+
+def make_process(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ApiServerProcess:
+    """One that never gets as far as importing vLLM."""
+    (command,) = commands(directory, 2)
+    monkeypatch.setattr(ApiServerProcess, "_prepare", lambda _self: time.sleep(0.2))
+    return ApiServerProcess(read_api_server_settings(Path(command.argv[-1])))
