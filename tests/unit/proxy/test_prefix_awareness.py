@@ -74,3 +74,20 @@ async def test_a_lora_and_a_salt_are_part_of_the_lookup(tmp_path: Path) -> None:
         request.lora_request, request.cache_salt = SimpleNamespace(lora_name="poet"), "pepper"
         salted = PromptHashes(PROMPT, root("poet", "pepper"))
         assert list(describe(request).prompt_hashes.of_size(BLOCK_SIZE)) == list(salted.of_size(BLOCK_SIZE))
+
+
+async def test_prompts_go_to_the_prefill_worker_that_has_them_until_it_has_them_no_more(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path, "prefill-0", "prefill-1", "decode-0") as cluster:
+        second = cluster["prefill-1"]
+        for worker, held in ((cluster["prefill-0"], []), (second, HASHES)):
+            await tell(worker, 0, held)
+        index = cluster.pool.prefixes.index
+        await until(lambda: index.is_known("prefill-0") and index.is_known("prefill-1"))
+        for _ in range(3):
+            await cluster.run()
+        assert (len(cluster["prefill-0"].submitted), len(second.submitted)) == (0, 3)
+        await second.say(CacheEvents(second.epoch, 1, [], HASHES))
+        await tell(cluster["prefill-0"], 1, HASHES)
+        await until(lambda: index.cached_tokens(PromptHashes(PROMPT)) == {"prefill-0": 32})
+        await cluster.run()
+        assert (len(cluster["prefill-0"].submitted), len(second.submitted)) == (1, 3)
