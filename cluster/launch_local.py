@@ -177,7 +177,8 @@ class LocalLauncher:
         )
         for group in self._groups.values():
             self._tell_watchdog("+", group)
-        self._watchdog_watcher = asyncio.create_task(self._replace_watchdog(self._watchdog))
+        self._watchdog_watcher = asyncio.create_task(self._replace_watchdog(self._watchdog), name="watch the watchdog")
+        self._watchdog_watcher.add_done_callback(_log_failure)
 
     async def _replace_watchdog(self, process: asyncio.subprocess.Process) -> None:
         returncode = await process.wait()
@@ -206,7 +207,9 @@ class LocalLauncher:
         self._running.update(worker_id for worker_id, _ in command.workers)
         self._tell_watchdog("+", process.pid)
         log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
-        self._watchers[command.worker_id] = asyncio.create_task(self._watch(command, process, log_start))
+        watcher = asyncio.create_task(self._watch(command, process, log_start), name=f"watch {command.worker_id}")
+        watcher.add_done_callback(_log_failure)
+        self._watchers[command.worker_id] = watcher
 
     async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process, log_start: int) -> None:
         returncode = await process.wait()
@@ -292,6 +295,11 @@ class LocalLauncher:
             await asyncio.wait_for(self._watchdog.wait(), watchdog.GRACE_S * 2)
 
 
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
+
+
 async def _kill(groups: Sequence[int]) -> None:
     for group in groups:
         watchdog.kill_computing(group)
@@ -314,13 +322,20 @@ async def _until_gone(groups: Sequence[int], timeout_s: float) -> None:
 def describe_exit(worker_id: str, returncode: int, lines: Sequence[str], noun: str = "worker") -> str:
     """One sentence on how a worker ended and, where its log tells, why."""
     if returncode < 0:
-        name = signal.Signals(-returncode).name
+        name = _signal_name(-returncode)
         hint = " (perhaps the machine ran out of memory)" if -returncode == signal.SIGKILL else ""
         return f"{noun} {worker_id} was killed by {name}{hint}"
     if returncode == 0:
         return f"{noun} {worker_id} left, as it was told"
     reasons = [found[0] for line in lines if (found := _EXCEPTION_LINE.search(line)) and _SECOND_HAND not in line]
     return f"{noun} {worker_id} exited with code {returncode}" + (f": {reasons[-1]}" if reasons else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
 
 
 def last_lines(path: Path, start: int = 0) -> list[str]:

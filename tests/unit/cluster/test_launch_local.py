@@ -196,6 +196,7 @@ def test_a_worker_is_told_its_part_of_the_configuration(tmp_path: Path) -> None:
     [
         (1, [], "worker w exited with code 1"),
         (-15, [], "worker w was killed by SIGTERM"),
+        (-40, [], "worker w was killed by signal 40"),
         (
             1,
             [
