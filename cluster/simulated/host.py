@@ -329,6 +329,7 @@ class SimulatedWorker:
             self._desk.exports,
             self._desk.imports,
             self._bad_frames,
+            self._engine.tokens_computed,
         )
 
 

@@ -65,6 +65,7 @@ def load(
     exports: Exports,
     imports: Imports,
     bad_frames: int,
+    tokens_computed: int,
 ) -> wire.WorkerLoad:
     """What it carries. `requests`: running and waiting."""
     leases = exports.leases
@@ -87,4 +88,5 @@ def load(
         bytes_out={LINK: exports.bytes_out} if exports.bytes_out else {},
         copy_out_s={LINK: exports.copy_out_s} if exports.bytes_out else {},
         leases=leases,
+        tokens_computed=tokens_computed,
     )

@@ -63,6 +63,8 @@ class SimulatedEngine:
         self._running: list[Sequence] = []
         self._importing: dict[str, Sequence] = {}  # by transfer id
         self._leased: dict[str, list[int]] = {}  # blocks of prompts that wait to be fetched, by transfer id
+        self.tokens_computed = 0
+        """Of prompts and outputs, also twice: while it grows the engine gets on."""
         self._num_arrived = 0
         self._prefix_stats = PrefixCacheStats()
 
@@ -255,6 +257,7 @@ class SimulatedEngine:
         """What came of a step: one output per sequence that got a token. Those aborted meanwhile get none."""
         outputs = []
         for sequence, num_tokens in step.work:
+            self.tokens_computed += num_tokens
             if sequence.place is not Place.RUNNING:
                 continue
             sequence.num_computed += num_tokens

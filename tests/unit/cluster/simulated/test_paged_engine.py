@@ -111,6 +111,15 @@ def test_long_prompts_are_computed_in_chunks_while_others_decode() -> None:
     assert engine.ends == {"short": Finish.LENGTH, "long": Finish.LENGTH}
 
 
+def test_every_computed_token_is_counted_chunk_by_chunk() -> None:
+    engine = Engine()
+    engine.add("long", list(range(40)), max_tokens=3)
+    counts = []
+    while engine.step():
+        counts.append(engine.engine.tokens_computed)
+    assert counts == [16, 32, 40, 41, 42]
+
+
 def test_an_urgent_prompt_overtakes_one_that_is_being_computed() -> None:
     engine = Engine()
     engine.add("late", list(range(60)), extra={"twinpool": {"ttft_left_s": 9.0}})
