@@ -108,7 +108,10 @@ class StepCosts:
         rows = np.array([(1.0, prefill, decode) for prefill, decode, _ in steps]).reshape(-1, _PARTS) * prior
         rows /= np.array([seconds for _, _, seconds in steps]).reshape(-1, 1)
         ages = np.array([self._num_steps - size.last_step for size in known]) / FRESH_FOR_STEPS
-        costs = prior * _non_negative(rows, 1 / (1 + ages**2))
+        try:
+            costs = prior * _non_negative(rows, 1 / (1 + ages**2))
+        except np.linalg.LinAlgError:
+            return  # absurdly short steps; what was known stays, an exception would end the engine
         least_s = _LEAST_OF_PRIOR * self._prior.prefill_token_s
         self._cost = StepCost(float(costs[0]), max(float(costs[1]), least_s), float(costs[2]))
 

@@ -87,6 +87,13 @@ def test_small_steps_are_economical_where_they_cost_little_by_themselves() -> No
     assert economical_tokens(COSTS[1], 2048) == 2048
 
 
+def test_absurdly_short_steps_do_not_end_the_engine() -> None:
+    costs = StepCosts(CPU_PRIOR)
+    for _ in range(20):
+        costs.observe(8192, 0, 1e-9)
+    assert costs.cost.prefill_token_s > 0
+
+
 observed = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 512), st.floats(1e-4, 100)), max_size=40)
 
 
