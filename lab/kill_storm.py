@@ -204,7 +204,7 @@ def main() -> int:
     options = parser.parse_args()
     config: dict[str, Any] = yaml.safe_load(options.config.read_text()) if options.config else dict(SIMULATED)
     if options.model:
-        config["model"] = options.model
+        config["model"] = str(Path(options.model).absolute())  # the server runs in a directory of its own
     config["server"] = {**config.get("server", {}), "port": free_port()}
     rng = random.Random(options.seed)
     works = make_work(rng, 3 * options.clients, tuple(options.prompt_tokens), tuple(options.answer_tokens))

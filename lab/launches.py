@@ -42,14 +42,14 @@ def bare_vllm(
 
 
 def twinpool(name: str, config: Mapping[str, Any], directory: Path) -> Launch:
-    """A cluster of this configuration; the file is written into `directory`."""
-    path = directory / f"{name}.yaml"
+    """A cluster of this configuration. The file is written into `directory`; what it leaves if killed is there too."""
+    path = directory.absolute() / f"{name}.yaml"
     path.write_text(yaml.safe_dump(dict(config)))
     return Launch(
         name=name,
         command=[*TWINPOOL, "serve", str(path)],
         port=config["server"]["port"],
-        env={"VLLM_SERVER_DEV_MODE": "1"},
+        env={"VLLM_SERVER_DEV_MODE": "1", "XDG_RUNTIME_DIR": str(path.parent)},
         api_key=config["server"].get("options", {}).get("api_key", "none"),
         ready_line="Serving ",
     )

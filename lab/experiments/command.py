@@ -29,7 +29,9 @@ def run_lab(*, name: str, directory: Path | None) -> int:
         experiment = load_experiment(name)
         if importlib.util.find_spec("matplotlib") is None:
             raise ExperimentError("the report needs matplotlib: install twinpool with the extra `lab`")
-        model = experiment.model or str(asyncio.run(ensure_embedded_model(lambda _step: None)))
+        # Absolute: the servers run in a directory of their own.
+        given = experiment.model and str(Path(experiment.model).expanduser().absolute())
+        model = given or str(asyncio.run(ensure_embedded_model(lambda _step: None)))
         out = directory or Path(f"lab-{Path(name).stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
         out.mkdir(parents=True, exist_ok=True)
     except (ExperimentError, EmbeddedModelError, OSError) as error:

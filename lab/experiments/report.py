@@ -40,7 +40,10 @@ def html(results: Results) -> str:
         parts += ["<h2>What was computed together</h2>", shapes]
     if moved := pictures.moved():
         parts += ["<h2>What separating cost</h2>", moved]
-    parts += [_note(f"{name} did not run: {why}") for name, why in results.skipped.items()]
+    parts += [
+        _note(f"{name} {'was cut short' if results.of(name) else 'did not run'}: {why}")
+        for name, why in results.skipped.items()
+    ]
     return "\n".join(parts) + "</html>\n"
 
 

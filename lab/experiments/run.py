@@ -1,6 +1,7 @@
 """Brings up each arm in turn, warms it, applies the same load, takes it down."""
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +37,10 @@ def run_experiment(
     for number, arm in enumerate(experiment.arms, start=1):
         say(f"arm {number} of {len(experiment.arms)}: {arm.name}")
         try:
-            results.runs += _run_arm(experiment, arm, model, machine, directory, prompts, results, say)
+            _run_arm(experiment, arm, model, machine, directory, prompts, results, say)
         except (ServerFailed, StreamFailed, ExperimentError) as error:
             results.skipped[arm.name] = str(error).strip()
-            say(f"  {arm.name} did not run: {str(error).strip().splitlines()[0]}")
+            say(f"  {arm.name} failed: {str(error).strip().splitlines()[0]}")
     if not results.runs:
         raise ExperimentError("no arm ran: " + "; ".join(f"{name}: {why}" for name, why in results.skipped.items()))
 
@@ -53,7 +54,7 @@ def _run_arm(
     prompts: Prompts,
     results: Results,
     say: Say,
-) -> list[Run]:
+) -> None:
     began_s = time.monotonic()
     servers: list[Server] = []
     try:
@@ -68,28 +69,28 @@ def _run_arm(
         def measure(rate: float, repeat: int) -> Run:
             run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
             run.start_s = start_s
+            results.runs.append(run)
             total = run.summary.total
             good = "" if total.attained is None else f", {100 * total.attained:.0f} % within both limits"
             say(f"  rate x {rate:.3g}, seed {run.seed}: {total.whole} of {total.offered} whole{good}")
             return run
 
-        if experiment.search is None:
-            return [measure(rate, repeat) for rate in experiment.rates for repeat in range(experiment.repeats)]
-        return _search(experiment.search, arm, measure, results)
+        if experiment.search is not None:
+            _search(experiment.search, arm, measure, results)
+            return
+        for rate, repeat in itertools.product(experiment.rates, range(experiment.repeats)):
+            measure(rate, repeat)
     finally:
         for server in servers:
             server.stop()
 
 
-def _search(settings: SearchSettings, arm: Arm, measure: Callable[[float, int], Run], results: Results) -> list[Run]:
+def _search(settings: SearchSettings, arm: Arm, measure: Callable[[float, int], Run], results: Results) -> None:
     search = GoodputSearch(settings.lowest, settings.highest, settings.attained, settings.steps, settings.seeds)
-    runs = []
     while (wanted := search.next_run()) is not None:
         run = measure(*wanted)
-        runs.append(run)
         search.note(run.rate, run.summary.total.good or 0, run.summary.total.offered)
     results.goodput[arm.name] = search.bounds
-    return runs
 
 
 def _warm_up(servers: Sequence[Server], lengths: Sequence[int]) -> None:
