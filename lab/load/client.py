@@ -79,7 +79,8 @@ async def complete(
                 await _read(answer, record, started_s, reply)
     except TimeoutError:
         record.error = f"no end within {target.timeout_s:g} s"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # The latter ones: an event of another form. One odd reply must not end the load.
         record.error = f"{type(error).__name__}: {error}"
     record.end_to_end_s = time.perf_counter() - started_s
     if not record.error and record.tokens < record.output_tokens:

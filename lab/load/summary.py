@@ -39,7 +39,7 @@ class ClassSummary(msgspec.Struct):
     second_gap_s: Spread
     """From the first to the second token, where a hand-over hides."""
     time_per_token_s: Spread
-    """Per request: from its first to its last token, by the number of gaps."""
+    """Per request: from its first to its last token, by the number of tokens between; an event may hold several."""
     end_to_end_s: Spread
     reject_s: Spread
     """How long a refusal took."""
@@ -107,7 +107,7 @@ def _class_summary(name: str, records: Sequence[Record], limits: dict[str, WorkC
         ttft_s=spread(r.ttft_s for r in whole if r.ttft_s is not None),
         itl_s=spread(gap for r in whole for gap in r.gaps_s),
         second_gap_s=spread(r.gaps_s[0] for r in whole if r.gaps_s),
-        time_per_token_s=spread(sum(r.gaps_s) / len(r.gaps_s) for r in whole if r.gaps_s),
+        time_per_token_s=spread(sum(r.gaps_s) / max(r.tokens - 1, len(r.gaps_s)) for r in whole if r.gaps_s),
         end_to_end_s=spread(r.end_to_end_s for r in whole),
         reject_s=spread(r.end_to_end_s for r in refused),
         tokens_per_s=sum(r.tokens for r in whole) / seconds if seconds > 0 else 0.0,

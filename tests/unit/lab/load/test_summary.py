@@ -30,6 +30,11 @@ def test_good_is_whole_and_within_both_limits_of_all_that_were_offered() -> None
     assert chat.tokens_per_s == pytest.approx(1.5)
 
 
+def test_events_of_several_tokens_do_not_make_tokens_slower() -> None:
+    (chat,) = summarize([WORK], [record(gaps_s=[0.1, 0.1])], seconds=1).classes
+    assert chat.time_per_token_s.p50 == pytest.approx(0.05)
+
+
 def test_every_gap_counts_and_failed_requests_do_not() -> None:
     records = [record(gaps_s=[0.1, 0.2]), record(gaps_s=[0.3]), record(gaps_s=[9.0], error="cut off")]
     total = summarize([WORK], records, seconds=1).total
