@@ -1,5 +1,6 @@
 """Real processes and real links, a few MiB each."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -166,9 +167,10 @@ with Pair(("memcpy",)) as pair:
 """
 
 
-def test_processes_end_with_the_one_that_started_them_even_while_they_rest() -> None:
+def test_processes_end_with_the_one_that_started_them_even_while_they_rest(tmp_path: Path) -> None:
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", RESTING], text=True, **streams) as process:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed leaves his directory behind
+    with subprocess.Popen([sys.executable, "-c", RESTING], text=True, env=env, **streams) as process:
         assert process.stdout
         assert process.stdout.readline() == "resting\n"
         started = processes_of(psutil.Process(process.pid))
