@@ -12,6 +12,8 @@ LOAD_ENTRY = "lab.load.command:run_load"
 LOAD_OPTIONS = "lab.load.command:LoadOptions"
 SCALING = "lab.traces.trace:Scaling"
 RUN_ENTRY = "lab.experiments.command:run_lab"
+SIMULATE_ENTRY = "lab.simulator.command:run_simulate"
+SIMULATE_OPTIONS = "lab.simulator.command:SimulateOptions"
 PLAN_ENTRY = "lab.planner.command:run_plan"
 PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 
@@ -105,6 +107,50 @@ def lab_run(
 ) -> None:
     """Serve the same load in several ways, one after the other, and write a report that compares them."""
     sys.exit(_load(RUN_ENTRY)(name=experiment, directory=directory))
+
+
+@lab_app.command("simulate")
+def lab_simulate(
+    model: Annotated[str, typer.Option(help="As for `twinpool plan`.")],
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")],
+    pools: Annotated[str, typer.Option(help="Prefill workers x ranks + decode workers x ranks.")] = "1x8+1x8",
+    sweep_gpus: Annotated[
+        int, typer.Option("--sweep", min=0, help="In place of --pools: every way to split so many GPUs.")
+    ] = 0,
+    work: Annotated[
+        list[str] | None, typer.Option("--work", "-w", metavar="CLASS", help="As for `twinpool lab load`.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="As for `twinpool lab load`.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="Trace: 2 replays it in half of the time.")] = 1.0,
+    share: Annotated[float, typer.Option(min=0.0001, max=1, help="Trace: of its requests, so many are sent.")] = 1.0,
+    lengths: Annotated[float, typer.Option(min=0.001, help="Trace: factor on prompts, blocks and outputs.")] = 1.0,
+    max_prompt: Annotated[int, typer.Option(min=0, help="Trace: leave longer prompts out. 0: none.")] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Trace: limit on the time to first token, in seconds.")] = None,
+    itl: Annotated[float | None, typer.Option(help="Trace: limit on the gaps between tokens, in seconds.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long requests come, in simulated time.")] = 120.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed is the same work.")] = 1,
+    incident: Annotated[
+        list[str] | None, typer.Option(help="decode-3@20: that worker dies after 20 s; +decode-3@40: it comes (back).")
+    ] = None,
+    on_overload: Annotated[
+        Literal["queue", "demote", "reject"], typer.Option(help="What becomes of requests that cannot be in time.")
+    ] = "queue",
+    compute_efficiency: Annotated[float, typer.Option(min=0.01, max=1, help="As for `twinpool plan`.")] = 0.55,
+    memory_efficiency: Annotated[float, typer.Option(min=0.01, max=1, help="As for `twinpool plan`.")] = 0.75,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw a sweep there: a .png, .svg or .pdf.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Run the proxy's real scheduler against workers that exist only as time: any model, any number of GPUs."""
+    scaling = _load(SCALING)(speed=speed, share=share, lengths=lengths, seconds=seconds, max_prompt_tokens=max_prompt)
+    options = _load(SIMULATE_OPTIONS)(
+        model=model, gpu=gpu, pools=pools, sweep_gpus=sweep_gpus, work=work or [], trace=trace, scaling=scaling,
+        ttft_s=ttft, itl_s=itl, seconds=seconds, seed=seed, incidents=incident or [], on_overload=on_overload,
+        compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency, plot_file=plot_file,
+        json_file=json_file,
+    )  # fmt: skip
+    sys.exit(_load(SIMULATE_ENTRY)(options))
 
 
 def plan_command(

@@ -1,0 +1,215 @@
+"""`twinpool lab simulate`: one cluster under a load, or every split of some GPUs."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from lab.load.plan import Session, plan_sessions, replay
+from lab.load.summary import summarize
+from lab.load.table import tables
+from lab.load.work import WorkClass, WorkError, parse_work
+from lab.planner.capacity import Workload
+from lab.planner.gpus import GPUS
+from lab.planner.models import UnknownModel, find_model
+from lab.planner.plan import Asked
+from lab.planner.steps import EXPECTED
+from lab.simulator.cluster import Incident, Pools, Rules, SimulatedCluster
+from lab.simulator.plot import save_plot
+from lab.simulator.sweep import Point, front, splits, sweep
+from lab.traces.formats import TraceError, read_trace
+from lab.traces.trace import Scaling, scale
+from proxy.scheduling.slo import OverloadPolicy
+
+_EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
+_POOLS = re.compile(r"(\d+)x(\d+)\+(\d+)x(\d+)")
+_INCIDENT = re.compile(r"(\+?)((?:prefill|decode)-\d+)@([\d.]+)")
+TRACE_CLASS = "trace"
+
+
+class SimulateError(ValueError):
+    """What was asked for makes no sense; a sentence."""
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """The command line."""
+
+    model: str
+    gpu: str
+    pools: str
+    sweep_gpus: int
+    work: Sequence[str]
+    trace: Path | None
+    scaling: Scaling
+    ttft_s: float | None
+    itl_s: float | None
+    seconds: float
+    seed: int
+    incidents: Sequence[str]
+    on_overload: OverloadPolicy
+    compute_efficiency: float
+    memory_efficiency: float
+    plot_file: Path | None
+    json_file: Path | None
+
+
+def run_simulate(options: SimulateOptions) -> int:
+    """Returns the exit status."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        classes, sessions = _load(options)
+        asked = _asked(options, classes, sessions)
+        if options.sweep_gpus:
+            return _sweep(options, asked, classes, sessions, errors)
+        pools = parse_pools(options.pools)
+        return _one(options, asked, pools, classes, sessions)
+    except (SimulateError, UnknownModel, WorkError, TraceError) as error:
+        errors.print(f"twinpool: {error}", style="red", markup=False, soft_wrap=True)
+        return _EXIT_USAGE
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def parse_pools(text: str) -> Pools:
+    """`3x4+1x8`: three prefill workers of four ranks and one decode worker of eight."""
+    match = _POOLS.fullmatch(text.replace(" ", ""))
+    numbers = [int(number) for number in match.groups()] if match else []
+    if not numbers or min(numbers) < 1:
+        raise SimulateError(f"{text!r} is no pair of pools; the form is 3x4+1x8: prefill workers x ranks + decode")
+    return Pools(*numbers)
+
+
+def parse_incident(text: str) -> Incident:
+    """`decode-3@20`: it dies after 20 s; `+decode-3@40`: it comes (back)."""
+    match = _INCIDENT.fullmatch(text)
+    if match is None:
+        raise SimulateError(f"{text!r} is no incident; the forms are decode-3@20 (dies) and +decode-3@40 (comes)")
+    return Incident(float(match[3]), match[2], comes=bool(match[1]))
+
+
+def _load(options: SimulateOptions) -> tuple[list[WorkClass], list[Session]]:
+    if bool(options.work) == bool(options.trace):
+        raise SimulateError("give classes of requests with --work, or a trace with --trace, and not both")
+    if options.trace is None:
+        classes = [parse_work(text) for text in options.work]
+        if any(work.turns > 1 for work in classes):
+            raise SimulateError("sessions of several turns cannot be simulated; leave turns= out")
+        return classes, plan_sessions(classes, options.seconds, options.seed)
+    trace = scale(read_trace(options.trace), options.scaling, options.seed)
+    if not trace:
+        raise SimulateError(f"nothing is left of the trace {options.trace}: keep more of it")
+    prompt = sum(request.prompt_tokens for request in trace) // len(trace)
+    output = sum(request.output_tokens for request in trace) // len(trace)
+    rate = len(trace) / max(trace[-1].at_s, 1e-9)
+    work = WorkClass(TRACE_CLASS, rate, prompt, output, options.ttft_s, options.itl_s)
+    return [work], replay(trace, TRACE_CLASS, options.seed)
+
+
+def _asked(options: SimulateOptions, classes: Sequence[WorkClass], sessions: Sequence[Session]) -> Asked:
+    if not sessions:
+        raise SimulateError("the load holds no request: make it longer or its rate higher")
+    if options.gpu.lower() not in GPUS:
+        raise SimulateError(f"{options.gpu} is unknown; there are {', '.join(GPUS)}")
+    model = find_model(options.model)
+    longest = max(
+        sum(piece.num_tokens for piece in session.turns[0].pieces) + session.turns[0].output_tokens
+        for session in sessions
+    )
+    if longest > model.context:
+        raise SimulateError(
+            f"a request has {longest} tokens, the context of {model.name} is {model.context}; leave such requests out "
+            "(--max-prompt) or scale them (--lengths)"
+        )
+    reached = replace(EXPECTED, compute=options.compute_efficiency, memory=options.memory_efficiency)
+    work = Workload(longest, 1, classes[0].ttft_s or 1e6, classes[0].itl_s or 1e6)
+    return Asked(model, GPUS[options.gpu.lower()], options.sweep_gpus, work, model.weight_bytes, efficiency=reached)
+
+
+def _one(
+    options: SimulateOptions,
+    asked: Asked,
+    pools: Pools,
+    classes: Sequence[WorkClass],
+    sessions: Sequence[Session],
+) -> int:
+    cluster = SimulatedCluster(asked, pools, Rules(options.on_overload), classes)
+    if not cluster.fits(asked.work.prompt_tokens):
+        raise SimulateError(
+            f"{asked.model.name} on {pools.prefill_tp} and {pools.decode_tp} x {asked.gpu.name} leaves no room for a "
+            f"request of {asked.work.prompt_tokens} tokens; give the workers more ranks"
+        )
+    began_s = time.monotonic()
+    outcome = cluster.run(sessions, [parse_incident(text) for text in options.incidents])
+    took_s = time.monotonic() - began_s
+    summary = summarize(classes, outcome.records, outcome.seconds)
+    out = Console(highlight=False)
+    out.print(f"Simulated: {asked.model.name} on {pools.num_gpus} x {asked.gpu.name}, {options.pools}")
+    out.print(tables(summary))
+    out.print(
+        f"Prefill workers computed {100 * outcome.prefill_use:.0f} % of the time, decode workers "
+        f"{100 * outcome.decode_use:.0f} %, {outcome.mean_batch:.1f} sequences at once; {outcome.continued} streams "
+        f"went on at other workers. {outcome.seconds:.0f} s of the cluster took {took_s:.1f} s here.",
+        soft_wrap=True,
+    )
+    if options.json_file is not None:
+        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return 0 if summary.total.whole else _EXIT_FAILED
+
+
+def _sweep(
+    options: SimulateOptions,
+    asked: Asked,
+    classes: Sequence[WorkClass],
+    sessions: Sequence[Session],
+    errors: Console,
+) -> int:
+    candidates = list(splits(asked))
+    if not candidates:
+        raise SimulateError(f"{asked.model.name} does not fit twice on {asked.num_gpus} x {asked.gpu.name}")
+    with errors.status("") as status:
+        points = sweep(
+            asked, candidates, Rules(options.on_overload), classes, sessions,
+            lambda point: status.update(f"{len(candidates)} splits; {_name(point.pools)} done"),
+        )  # fmt: skip
+    best = set(map(id, front(points)))
+    table = Table(
+        "prefill + decode", "within both", "TTFT p90, s", "gap p99, ms", "prefill use", "decode use", "", box=None
+    )
+    for point in sorted(points, key=lambda p: -p.attained)[:25]:
+        table.add_row(
+            _name(point.pools), f"{100 * point.attained:.1f} %", f"{point.ttft_s:.2f}", f"{point.itl_s * 1000:.0f}",
+            f"{100 * point.prefill_use:.0f} %", f"{100 * point.decode_use:.0f} %",
+            "front" if id(point) in best else "",
+        )  # fmt: skip
+    out = Console(highlight=False)
+    out.print(f"Simulated: {asked.model.name} on {asked.num_gpus} x {asked.gpu.name}, {len(points)} splits")
+    out.print(table)
+    if options.plot_file is not None:
+        save_plot(points, f"{asked.model.name} on {asked.num_gpus} x {asked.gpu.name}", options.plot_file)
+    if options.json_file is not None:
+        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(_numbers(points)), indent=2) + b"\n")
+    return 0
+
+
+def _name(pools: Pools) -> str:
+    return f"{pools.num_prefill}x{pools.prefill_tp}+{pools.num_decode}x{pools.decode_tp}"
+
+
+def _numbers(points: Sequence[Point]) -> list[dict[str, object]]:
+    return [
+        {
+            "pools": _name(point.pools),
+            "attained": point.attained,
+            "ttft_p90_s": point.ttft_s,
+            "itl_p99_s": point.itl_s,
+            "prefill_use": point.prefill_use,
+            "decode_use": point.decode_use,
+        }
+        for point in points
+    ]

@@ -1,0 +1,267 @@
+"""Simulated workers: engines that take as long as `lab.planner.steps` says, as simpy processes."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from lab.planner.steps import Steps
+from proxy.scheduling.view import RequestShape
+
+MAX_SEQUENCES = 512
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on its way through the cluster, and what its client sees."""
+
+    request_id: str
+    work: str
+    shape: RequestShape
+    output_tokens: int
+    block_ids: tuple[int, ...]
+    block_tokens: int
+    arrived_s: float
+    sent_tokens: int = 0
+    """Tokens that the client has."""
+    last_s: float = 0.0
+    ttft_s: float | None = None
+    gaps_s: list[float] = field(default_factory=list)
+    error: str = ""
+    status: int = 200
+    prefill: str = ""
+    decode: str = ""
+    places: int = 0
+    """How often it was placed; events of an earlier place mean nothing."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Its prompt and what it has of its answer."""
+        return self.shape.num_prompt_tokens + self.sent_tokens
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.error) or self.sent_tokens >= self.output_tokens
+
+    def token(self, now_s: float) -> None:
+        """The client gets one."""
+        if self.ttft_s is None:
+            self.ttft_s = now_s - self.arrived_s
+        else:
+            self.gaps_s.append(now_s - self.last_s)
+        self.last_s = now_s
+        self.sent_tokens += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: Request
+    tokens_left: int
+    already: int
+    urgency: tuple[Any, ...]
+
+
+class PrefillWorker:
+    """Computes chunks of the most urgent prompts. `on_prefilled` is called when one ends."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        worker_id: str,
+        steps: Steps,
+        chunk_tokens: int,
+        on_prefilled: Callable[[Request, int], None],
+    ) -> None:
+        """`on_prefilled(request, tokens of its last chunk)`."""
+        self.worker_id = worker_id
+        self.steps = steps
+        self.busy_s = 0.0
+        self._env = env
+        self._chunk_tokens = chunk_tokens
+        self._on_prefilled = on_prefilled
+        self._jobs: list[_Job] = []
+        self._wake = env.event()
+        self.process = env.process(self._run())
+
+    def submit(self, request: Request, cached_tokens: int, demoted: bool) -> None:
+        """A request of which so many tokens need not be computed."""
+        standing = request.shape.standing
+        urgency = (demoted, standing.priority, request.arrived_s + standing.slo.ttft_s, request.request_id)
+        left = max(1, request.context_tokens - cached_tokens)
+        self._jobs.append(_Job(request, left, request.context_tokens - left, urgency))
+        if not self._wake.triggered:
+            self._wake.succeed()
+
+    def leave(self, request: Request) -> None:
+        """It goes on elsewhere."""
+        self._jobs = [job for job in self._jobs if job.request is not request]
+
+    def drop_all(self) -> None:
+        """The worker dies."""
+        self._jobs = []
+
+    def _run(self) -> simpy.events.ProcessGenerator:
+        while True:
+            if not self._jobs:
+                self._wake = self._env.event()
+                yield self._wake
+                continue
+            self._jobs.sort(key=lambda job: job.urgency)
+            chunk, left = [], self._chunk_tokens
+            for job in self._jobs:
+                if left <= 0:
+                    break
+                tokens = min(left, job.tokens_left)
+                chunk.append((job, tokens))
+                left -= tokens
+            tokens = sum(tokens for _, tokens in chunk)
+            already = sum(job.already * part for job, part in chunk) // tokens
+            seconds = self.steps.step_s(0, 0, tokens, already)
+            self.busy_s += seconds
+            yield self._env.timeout(seconds)
+            for job, part in chunk:
+                job.tokens_left -= part
+                job.already += part
+                if job.tokens_left == 0 and job in self._jobs:
+                    self._jobs.remove(job)
+                    self._on_prefilled(job.request, part)
+
+
+class DecodeWorker:
+    """Steps over all its sequences; prompts that are prefilled here go along, a chunk per step."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        worker_id: str,
+        steps: Steps,
+        local_chunk_tokens: int,
+        on_token: Callable[[Request, "DecodeWorker"], None],
+    ) -> None:
+        self.worker_id = worker_id
+        self.steps = steps
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self._env = env
+        self._local_chunk = local_chunk_tokens
+        self._on_token = on_token
+        self._active: list[Request] = []
+        self._local: deque[_Job] = deque()
+        self._context_tokens = 0
+        self._wake = env.event()
+        self.process = env.process(self._run())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._active) + len(self._local)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Held now."""
+        return self._context_tokens
+
+    def join(self, request: Request) -> None:
+        """Its KV is here; it decodes from the next step on."""
+        self._active.append(request)
+        self._context_tokens += request.context_tokens
+        self._rouse()
+
+    def submit(self, request: Request, cached_tokens: int) -> None:
+        """Prefill and decode here."""
+        left = max(1, request.context_tokens - cached_tokens)
+        self._local.append(_Job(request, left, request.context_tokens - left, ()))
+        self._rouse()
+
+    def leave(self, request: Request) -> None:
+        """It goes on elsewhere."""
+        if request in self._active:
+            self._active.remove(request)
+            self._context_tokens -= request.context_tokens
+        self._local = deque(job for job in self._local if job.request is not request)
+
+    def drop_all(self) -> None:
+        """The worker dies."""
+        self._active, self._context_tokens = [], 0
+        self._local.clear()
+
+    def _rouse(self) -> None:
+        if not self._wake.triggered:
+            self._wake.succeed()
+
+    def _run(self) -> simpy.events.ProcessGenerator:
+        while True:
+            if not self._active and not self._local:
+                self._wake = self._env.event()
+                yield self._wake
+                continue
+            stepped = self._active[:MAX_SEQUENCES]
+            job = self._local[0] if self._local else None
+            chunk = min(self._local_chunk, job.tokens_left) if job else 0
+            context = self._context_tokens / len(self._active) if self._active else 0
+            seconds = self.steps.step_s(len(stepped), context, chunk, job.already if job else 0)
+            self.busy_s += seconds
+            self.num_steps += 1
+            yield self._env.timeout(seconds)
+            for request in stepped:
+                if not request.finished and request.decode == self.worker_id:
+                    self._token(request)
+            if job is not None and self._local and self._local[0] is job:
+                job.tokens_left -= chunk
+                job.already += chunk
+                if job.tokens_left == 0:
+                    self._local.popleft()
+                    self._active.append(job.request)
+                    self._context_tokens += job.request.context_tokens
+                    self._token(job.request)
+            if any(request.finished for request in self._active):
+                for request in self._active:
+                    if request.finished:
+                        self._context_tokens -= request.context_tokens
+                self._active = [request for request in self._active if not request.finished]
+                self._context_tokens = max(0, self._context_tokens) if self._active else 0
+
+    def _token(self, request: Request) -> None:
+        request.token(self._env.now)
+        self._context_tokens += 1
+        self._on_token(request, self)
+
+
+class PrefixCaches:
+    """What prefill workers have cached: blocks of traces, the least recently used leave. `CachedPrefixes`."""
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity = capacity_tokens
+        self._of: dict[str, OrderedDict[int, int]] = {}
+        self._held: dict[str, int] = {}
+
+    def cached_tokens(self, prompt: Any) -> dict[str, int]:
+        """Tokens of the longest beginning that each worker has."""
+        found: dict[str, int] = {}
+        for worker_id, blocks in self._of.items():
+            count = 0
+            for block_id in getattr(prompt, "block_ids", ()):
+                if block_id not in blocks:
+                    break
+                count += blocks[block_id]
+            if count:
+                found[worker_id] = count
+        return found
+
+    def store(self, worker_id: str, block_ids: tuple[int, ...], block_tokens: int) -> None:
+        """A worker has computed a prompt of these blocks."""
+        blocks = self._of.setdefault(worker_id, OrderedDict())
+        for block_id in block_ids:
+            if block_id not in blocks:
+                self._held[worker_id] = self._held.get(worker_id, 0) + block_tokens
+            blocks[block_id] = block_tokens
+            blocks.move_to_end(block_id)
+        while self._held.get(worker_id, 0) > self._capacity and blocks:
+            _, tokens = blocks.popitem(last=False)
+            self._held[worker_id] -= tokens
+
+    def forget(self, worker_id: str) -> None:
+        """The worker died."""
+        self._of.pop(worker_id, None)
+        self._held.pop(worker_id, None)
