@@ -212,7 +212,7 @@ class SloConfig(ConfigNode):
         "tokens that a decode worker computes beside others' decodes.",
     )
     on_overload: OverloadPolicy = Field(
-        default="queue", description="If the first token cannot come in time: wait, go behind all others, or 503."
+        default="demote", description="If the first token cannot come in time: wait, go behind all others, or 503."
     )
     classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], SloClassConfig] = Field(
         default_factory=dict, description="Further classes by name; a request says which with the header X-Slo-Class."

@@ -209,9 +209,11 @@ class Scheduler:
             wait_s = lane.wait_s(entry, workers)
             found = fit(self.books.pools, self.books.lengths, newcomer.way, entry, newcomer.cached, now_s)
             in_s, caution = wait_s + found.first_token_in_s, max(QUEUE_CAUTION, self.books.caution.factor)
-            self._too_late(newcomer, in_s, found.alone_s, caution, now_s, decisions)
-            if entry.request_id not in self._waiting:
-                return
+            if self._too_late(newcomer, in_s, found.alone_s, caution, now_s, decisions):
+                demoted = self._waiting.get(entry.request_id)
+                if demoted is None:
+                    return
+                newcomer, entry = demoted, demoted.entry
         if not entry.shape.continues and self._backlog.count > self._policy.max_queued_requests:
             leaving = self._waiting[self._backlog.surplus(entry)]
             self._leave(leaving, now_s, served=False)
@@ -221,7 +223,7 @@ class Scheduler:
             if leaving is newcomer:
                 return
         reason = newcomer.way.reason if lane is None else full.get(newcomer.lane, "decode_full")
-        decisions.append(Decision(entry.request_id, Wait(reason), self._waiting[entry.request_id].entry.demoted))
+        decisions.append(Decision(entry.request_id, Wait(reason), entry.demoted))
 
     def _too_late(
         self, waiting: _Waiting, in_s: float, alone_s: float, caution: float, now_s: float, decisions: list[Decision]

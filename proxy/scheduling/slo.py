@@ -16,7 +16,7 @@ class SloClass:
     """Time to first token, from arrival at the proxy."""
     itl_s: float = 0.1
     """Longest gap between tokens."""
-    on_overload: OverloadPolicy = "queue"
+    on_overload: OverloadPolicy = "demote"
 
 
 @dataclass(frozen=True, slots=True)

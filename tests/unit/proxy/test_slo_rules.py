@@ -27,10 +27,10 @@ def class_of(**said: str) -> str:
 
 def test_what_a_class_leaves_out_is_as_in_the_default() -> None:
     assert dict(RULES.classes) == {
-        "default": SloClass("default", 2.0, 0.05, "queue"),
+        "default": SloClass("default", 2.0, 0.05, "demote"),
         "gold": SloClass("gold", 0.5, 0.05, "reject"),
         "batch": SloClass("batch", 2.0, 1.0, "demote"),
-        "chat": SloClass("chat", 2.0, 0.05, "queue"),
+        "chat": SloClass("chat", 2.0, 0.05, "demote"),
     }
 
 
