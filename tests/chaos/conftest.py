@@ -14,13 +14,13 @@ from tests.engine.conftest import make_prompt as make_prompt
 from tests.engine.conftest import model_path as model_path
 from tests.engine.servers import cluster_config
 
-REPLICAS = {"prefill": 4, "decode": 3}
-"""Three of each are killed; one more prefill worker serves while decode workers die."""
+REPLICAS = {"prefill": 3, "decode": 4}
+"""Three of each are killed or drained; one more decode worker takes the other role and serves while they are."""
 
 
 @pytest.fixture(scope="session")
 def spared_cluster(model_path: str, log_dir: Path) -> Iterator[SparedCluster]:
-    """4P3D of which one pair works at a time; D is small, so that requests wait there."""
+    """3P4D of which few work at a time; D is small, so that requests wait there."""
     config = cluster_config(model_path, free_port())
     for role, replicas in REPLICAS.items():
         config["pools"][role]["replicas"] = replicas

@@ -14,8 +14,6 @@ import psutil
 from lab.server_process import Server
 from tests.engine.observed import status, wait_until, worker
 
-KINDS = ("host", "core", "rank")
-
 
 class SparedCluster:
     """A cluster whose spare workers stand still."""
@@ -62,15 +60,28 @@ class SparedCluster:
                 self._wait_for(role, [thawed])
         return self.alive("prefill")[0], self.alive("decode")[0]
 
-    def kill(self, worker_id: str, kind: str) -> None:
-        """SIGKILL to one process of a worker: its `host`, its engine `core`, or its only `rank`."""
-        os.kill(self._process(worker_id, kind), signal.SIGKILL)
+    def thaw(self, role: str) -> str:
+        """One more worker, if there is a spare one; else an empty string."""
+        self.freeze_spares()
+        if not self._spare[role]:
+            return ""
+        thawed = self._spare[role].pop(0)
+        self._signal(thawed, signal.SIGCONT)
+        wait_until(f"{thawed} works", lambda: thawed in self.alive(role), 15)
+        return thawed
+
+    def end(self, worker_id: str, kind: str) -> None:
+        """SIGKILL to a process of a worker: its `host`, its engine `core`, its only `rank`; or `drain`: SIGTERM."""
+        if kind == "drain":
+            os.kill(self._process(worker_id, "host"), signal.SIGTERM)
+        else:
+            os.kill(self._process(worker_id, kind), signal.SIGKILL)
 
     def kill_all(self, role: str) -> None:
         """Kills whoever works in a pool and takes no spare."""
         self.freeze_spares()
         for worker_id in self.alive(role):
-            self.kill(worker_id, "host")
+            self.end(worker_id, "host")
         wait_until(f"no {role} worker is left", lambda: not self.alive(role), 10)
 
     @contextlib.contextmanager

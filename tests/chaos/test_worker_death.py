@@ -1,7 +1,8 @@
-"""A worker that is killed costs its requests at most an error that names the cause, and the others nothing.
+"""A worker that is killed or drained costs nobody anything where another can take its place, and else an error.
 
-Each death meets four requests at once: one that decodes, one whose blocks are being handed over, one whose
-prompt P computes, and one that waits in P's queue.
+Each end meets four requests at once: one that decodes, one whose blocks are being handed over, one whose
+prompt P computes, and one that waits in P's queue. Whoever goes on at another worker gets the tokens that it would
+have got; only where two tokens were a tie may rounding tell the two apart.
 """
 
 import asyncio
@@ -14,13 +15,15 @@ import pytest
 
 from lab.server_process import wait_for_no_process
 from tests.chaos.conftest import REPLICAS, PromptMaker
-from tests.chaos.spares import KINDS, SparedCluster
-from tests.engine.observed import counters, wait_until, worker
+from tests.chaos.spares import SparedCluster
+from tests.engine.observed import Moved, counters, wait_until, worker
 from tests.engine.servers import MODEL_NAME, http, reset_prefix_caches
-from tests.engine.token_cases import generate
+from tests.engine.token_cases import generate, margins
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the start of six engines
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the start of seven engines
 
+TIE = 0.25
+"""bf16 logits of this size come in steps of an eighth: two steps may be rounding."""
 ERROR_WITHIN_S = 5.0
 DONE_WITHIN_S = 40.0
 BACK_WITHIN_S = 10.0
@@ -43,6 +46,20 @@ class Fate:
     error: str = ""
     status: int = 200
     ended_s: float = 0.0
+
+
+@dataclass
+class Exact:
+    """An undisturbed answer, and by how much each of its tokens beat the next best."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+    def allows(self, token_ids: list[int]) -> bool:
+        """Every token is right, up to the first tie that fell the other way."""
+        pairs = zip(token_ids, self.token_ids, strict=False)
+        differs = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        return differs is None or self.margins[differs] <= TIE
 
 
 async def _follow(url: str, prompt: list[int], max_tokens: int, fate: Fate) -> Fate:
@@ -86,14 +103,19 @@ def _prompts(make_prompt: PromptMaker) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="session")
-def exact(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> dict[str, list[int]]:
+def exact(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> dict[str, Exact]:
     """What each request gets when nobody dies."""
     spared_cluster.pair()
-    return {stage: _alone(spared_cluster, it, STAGES[stage][2]) for stage, it in _prompts(make_prompt).items()}
+    found = {}
+    for stage, prompt in _prompts(make_prompt).items():
+        token_ids = _alone(spared_cluster, prompt, STAGES[stage][2])
+        with http(spared_cluster.server) as client:
+            found[stage] = Exact(token_ids, margins(client, prompt, STAGES[stage][2]))
+    return found
 
 
-async def _kill_and_see(
-    cluster: SparedCluster, role: str, kind: str, make_prompt: PromptMaker, exact: dict[str, list[int]]
+async def _end_and_see(
+    cluster: SparedCluster, role: str, kind: str, make_prompt: PromptMaker, exact: dict[str, Exact]
 ) -> None:
     prefill, decode = await asyncio.to_thread(cluster.pair)
     victim, survivor = (prefill, decode) if role == "prefill" else (decode, prefill)
@@ -113,33 +135,40 @@ async def _kill_and_see(
     with cluster.frozen_rank(decode):
         send("handing over")
         await _until_tokens(fates["handing over"], 1)
+        other = await asyncio.to_thread(cluster.thaw, role)
         with cluster.frozen_rank(prefill):  # so that it does not matter how fast this machine computes
             send("computing")
             send("queued")
             await asyncio.sleep(0.5)
             assert [len(fates[stage].token_ids) for stage in ("computing", "queued")] == [0, 0]
             assert not any(task.done() for task in tasks.values())
-            killed_s = time.monotonic()
-            cluster.kill(victim, kind)
+            ended_s = time.monotonic()
+            cluster.end(victim, kind)
     await asyncio.wait(tasks.values(), timeout=DONE_WITHIN_S)
 
+    # Decode workers prefill as well; nobody decodes in their place.
+    is_replaced = bool(other) or role == "prefill"
     for stage, task in tasks.items():
         fate = fates[stage]
-        assert task.done(), f"{stage}: no end within {DONE_WITHIN_S} s after the death, {fate}"
+        assert task.done(), f"{stage}: no end within {DONE_WITHIN_S} s, {fate}"
         task.result()
-        if fate.error:
-            assert fate.ended_s - killed_s < ERROR_WITHIN_S, f"{stage}: {fate}"
+        if is_replaced:
+            assert not fate.error, f"{stage}: {fate}"
+            assert fate.finish_reason == "length", f"{stage}: {fate}"
+            assert len(fate.token_ids) == STAGES[stage][2], f"{stage}: {fate}"
+        elif fate.error:
+            assert fate.ended_s - ended_s < ERROR_WITHIN_S, f"{stage}: {fate}"
             causes = (victim, f"No {role} worker is alive")
             assert any(cause in fate.error for cause in causes), f"{stage}: the error does not name the cause: {fate}"
             assert fate.status in (200, 500, 502, 503), f"{stage}: {fate}"
             assert fate.finish_reason is None, f"{stage}: {fate}"
-            assert fate.token_ids == exact[stage][: len(fate.token_ids)], f"{stage}: {fate}"
         else:
             assert fate.finish_reason == "length", f"{stage}: neither an error nor the whole answer: {fate}"
-            assert fate.token_ids == exact[stage], f"{stage}: {fate}"
-    wait_until(f"{survivor} is whole", lambda: cluster.whole(survivor), BACK_WITHIN_S)
-    assert worker(cluster.url, survivor).state == "ready"
-    wait_until(f"{victim} is known to be dead", lambda: worker(cluster.url, victim).state == "dead", BACK_WITHIN_S)
+        assert exact[stage].allows(fate.token_ids), f"{stage}: {fate}, undisturbed {exact[stage]}"
+    for worker_id in filter(None, (survivor, other)):
+        wait_until(f"{worker_id} is whole", lambda w=worker_id: cluster.whole(w), BACK_WITHIN_S)
+        assert worker(cluster.url, worker_id).state == "ready"
+    wait_until(f"{victim} is known to be gone", lambda: worker(cluster.url, victim).state == "dead", BACK_WITHIN_S)
     assert worker(cluster.url, victim).cause, "the status says why"
     wait_until(f"nothing of {victim} is left", lambda: not cluster.processes_of(victim), BACK_WITHIN_S)
 
@@ -160,31 +189,46 @@ async def test_idle_workers_share_what_comes_at_once(spared_cluster: SparedClust
     wait_until("all decode workers fetched blocks", lambda: fetched <= counters(spared_cluster.url).keys(), 5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_death_of_a_prefill_worker(
-    kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker, exact: dict[str, list[int]]
+@pytest.mark.parametrize("kind", ["drain", "host", "core"])
+async def test_end_of_a_prefill_worker(
+    kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker, exact: dict[str, Exact]
 ) -> None:
-    await _kill_and_see(spared_cluster, "prefill", kind, make_prompt, exact)
+    await _end_and_see(spared_cluster, "prefill", kind, make_prompt, exact)
 
 
 def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
     prompt = make_prompt(2010, 300)
-    spared_cluster.kill_all("prefill")
-
-    alone = _alone(spared_cluster, prompt, 8)
+    moved = Moved(spared_cluster.url, "host")
+    _alone(spared_cluster, prompt, 8)
     # Several chunks and a seed: what kills a CPU engine of plain vLLM 0.32.
     seeded = {"model": MODEL_NAME, "prompt": prompt[::-1], "max_tokens": 4, "temperature": 0.9, "seed": 3}
     assert httpx.post(f"{spared_cluster.url}/v1/completions", json=seeded, timeout=30).status_code == 200
+    assert moved.remote_tokens == 0
 
-    spared_cluster.pair()
+
+def test_a_decode_worker_takes_the_other_role(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
+    prompt = make_prompt(2011, 300)
+    alone = _alone(spared_cluster, prompt, 8)
+    changing = spared_cluster.thaw("decode")
+
+    order = httpx.post(f"{spared_cluster.url}/twinpool/workers/{changing}/role", json={"role": "prefill"}, timeout=30)
+    assert order.status_code < 300, order.text
+    wait_until(f"{changing} prefills", lambda: worker(spared_cluster.url, changing).role == "prefill", BACK_WITHIN_S)
+
+    reset_prefix_caches(spared_cluster.server)
+    moved = Moved(spared_cluster.url, "host")
     assert _alone(spared_cluster, prompt, 8) == alone
+    moved.wait_for_handovers()
+    assert moved.remote_tokens == 300
+    assert moved.bytes_ > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_death_of_a_decode_worker(
-    kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker, exact: dict[str, list[int]]
+@pytest.mark.parametrize("kind", ["host", "drain", "rank"])
+async def test_end_of_a_decode_worker(
+    kind: str, spared_cluster: SparedCluster, make_prompt: PromptMaker, exact: dict[str, Exact]
 ) -> None:
-    await _kill_and_see(spared_cluster, "decode", kind, make_prompt, exact)
+    """The last one has nobody to take its place."""
+    await _end_and_see(spared_cluster, "decode", kind, make_prompt, exact)
 
 
 def test_without_a_decode_worker_requests_are_refused_with_the_reason(spared_cluster: SparedCluster) -> None:
