@@ -237,7 +237,8 @@ class Roster:
         """It, or whoever takes its place, is worth waiting for."""
         if worker.alive:
             return not worker.takes_requests
-        return self._comes_back(worker) or worker.lost_by == "drained"
+        is_replaced = worker.lost_by == "drained" and worker.worker_id not in self.stays_down
+        return is_replaced or self._comes_back(worker)
 
     def _comes_back(self, worker: Worker) -> bool:
         return self.restarts and worker.lost_by in ENDS and worker.worker_id not in self.stays_down

@@ -168,7 +168,8 @@ async def _end_and_see(
     for worker_id in filter(None, (survivor, other)):
         wait_until(f"{worker_id} is whole", lambda w=worker_id: cluster.whole(w), BACK_WITHIN_S)
         assert worker(cluster.url, worker_id).state == "ready"
-    wait_until(f"{victim} is known to be gone", lambda: worker(cluster.url, victim).state == "dead", BACK_WITHIN_S)
+    gone = "drained" if kind == "drain" else "dead"
+    wait_until(f"{victim} is {gone}", lambda: worker(cluster.url, victim).state == gone, BACK_WITHIN_S)
     assert worker(cluster.url, victim).cause, "the status says why"
     wait_until(f"nothing of {victim} is left", lambda: not cluster.processes_of(victim), BACK_WITHIN_S)
 
