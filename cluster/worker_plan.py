@@ -17,8 +17,8 @@ _KV_LARGE_MACHINE_BYTES = 8 * _GIB
 _LARGE_MACHINE_BYTES = 64 * _GIB
 # Python, torch and compiled kernels of a host, an engine core and a rank, measured at about 1.1 GiB on CPUs.
 _WORKER_OVERHEAD_BYTES = 1_250 << 20
-# An API server besides the first one: 620 MiB were measured with a small tokenizer.
-_API_SERVER_BYTES = 700 << 20
+# An API server besides the first one: 740 MiB were measured with a tokenizer of 49,152 tokens.
+_API_SERVER_BYTES = 800 << 20
 
 _CPU_CHUNK_TOKENS = 512
 
