@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import launch_local
 from cluster.config import LivenessConfig, TransferConfig
 from cluster.fleet import restarts
 from cluster.fleet.fleet import Fleet, WorkerDown
@@ -32,6 +33,7 @@ class Run:
 @pytest.fixture
 async def run(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
     monkeypatch.setattr(restarts, "BACKOFF_S", (0.01,))
+    monkeypatch.setattr(launch_local, "_ORPHAN_GRACE_S", 0.1)
     made = Run("on_failure")
     yield made
     await made.fleet.stop(0)
