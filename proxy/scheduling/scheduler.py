@@ -160,6 +160,8 @@ class Scheduler:
             if newcomer is not None:
                 self._settle(newcomer, now_s, full, decisions)
         self._fresh.clear()
+        # Some may have been refused meanwhile, because their way was chosen again.
+        decisions, self._refused = decisions + self._refused, []
         return decisions
 
     def _next(self, now_s: float, full: Mapping[LaneName, str]) -> _Waiting | None:

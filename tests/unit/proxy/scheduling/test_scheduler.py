@@ -7,7 +7,7 @@ import pytest
 from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote, Wait
 from proxy.scheduling.scheduler import Scheduler
 from proxy.scheduling.view import RequestShape
-from tests.unit.proxy.scheduling.situations import POLICY, facts, first_place, placed, scheduler, shape
+from tests.unit.proxy.scheduling.situations import POLICY, Caches, facts, first_place, placed, scheduler, shape
 
 
 def fill(pools: Scheduler, *request_ids: str, now_s: float = 0.0) -> None:
@@ -281,6 +281,23 @@ def test_a_full_queue_is_made_shorter_by_the_tenant_that_fills_it() -> None:
     decisions = placed(pools.place(0.0))
     assert isinstance(decisions["quiet"], Wait)
     assert isinstance(decisions["loud2"], Reject)
+
+
+def test_a_newcomer_that_is_demoted_is_the_one_that_leaves_a_full_queue() -> None:
+    pools = scheduler("p0", "d0", policy=replace(POLICY, max_queued_requests=1))
+    fill(pools, "f0", "f1")
+    assert isinstance(first_place(pools, shape(4000, ttft_s=3.5), "earlier"), Wait)
+    refused = first_place(pools, shape(4000, ttft_s=4.0, on_overload="demote"), "demoted")
+    assert isinstance(refused, Reject)
+    assert refused.reason == "queue_full"
+
+
+def test_a_request_that_is_refused_when_its_way_is_chosen_again_is_told_at_once() -> None:
+    pools = scheduler("d0", policy=replace(POLICY, on_no_prefill="reject"), prefixes=Caches({"d0": {"h": 480}}))
+    pools.observe_load("d0", 9_990, 10_000)
+    pools.add("short", shape(10), 0.0, 0.0)
+    pools.place(0.0)
+    assert isinstance(first_place(pools, shape(500, prompt_hashes="h")), Reject)
 
 
 def test_who_waits_too_long_is_taken_out(busy: Scheduler) -> None:
