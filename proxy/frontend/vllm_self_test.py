@@ -15,8 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from proxy.api_server import ProxyStartError
 from proxy.frontend.request_context import CURRENT, RequestContext
-from proxy.scheduling.slo import Standing
-from proxy.slo.metrics import PROBE
+from proxy.scheduling.slo import PROBE, Standing
 
 log = logging.getLogger("twinpool.proxy")
 

@@ -8,6 +8,7 @@ from proxy.scheduling.capacity.pools import Pools
 from proxy.scheduling.capacity.workers import DecodeWorker, Job, PrefillWorker, Urgency
 from proxy.scheduling.place import Local, PrefillOnly, Remote
 from proxy.scheduling.route import Route
+from proxy.scheduling.slo import PROBE
 from proxy.scheduling.view import RequestShape
 from proxy.scheduling.waiting.fair_queue import Entry
 
@@ -109,7 +110,7 @@ def _through_prefill(
     offers = sorted(
         (
             _offer(pools, worker, urgency, shape.num_prompt_tokens, cached, now_s)
-            for worker in pools.prefill_candidates(needed, cached, shape.avoid)
+            for worker in pools.prefill_candidates(needed, cached, shape.avoid, hands_over=isinstance(way, Remote))
         ),
         key=lambda offer: (round(offer.key, SAME_S), offer.worker.listed),
     )
@@ -118,15 +119,17 @@ def _through_prefill(
     shortest_s = min(offer.ahead_s for offer in offers)
     if isinstance(way, Remote) and (spill := _overflow(pools, shape, expected, shortest_s)) is not None:
         return spill
-    reason = "prefill_full"
+    reason, full_for = "prefill_full", set[str]()
     for offer in offers:
-        if not offer.takes:
+        layout = offer.worker.facts.fingerprint
+        if not offer.takes or layout in full_for:
             continue
         decode = None
         if isinstance(way, Remote):
             decode = pools.decode_for(needed, expected, offer.worker, shape.avoid)
             if decode is None:
                 reason = "decode_full"
+                full_for.add(layout)  # whoever prefills: looking through 256 full workers takes a while
                 continue
         return _fit(way, shape, offer, decode, expected, cached, urgency)
     best = min(offers, key=lambda offer: offer.first_token_in_s)
@@ -173,8 +176,9 @@ def _fit(
 
 def _overflow(pools: Pools, shape: RequestShape, expected: int, ahead_s: float) -> Fit | None:
     """A decode worker computes the prompt if that takes less than half the wait for a prefill worker (its time is
-    everybody's), and if everybody's gap between tokens stays within its target; one prompt at a time."""
-    if ahead_s <= 0.0:
+    everybody's), and if everybody's gap between tokens stays within its target; one prompt at a time. Never that of a
+    probe, which is there to go through both pools."""
+    if ahead_s <= 0.0 or shape.standing.slo.name == PROBE.name:
         return None
     worker = pools.decode_for(shape.num_prompt_tokens + 1, expected, avoid=shape.avoid)
     if worker is None or worker.local_prefills:

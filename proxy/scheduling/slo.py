@@ -19,6 +19,10 @@ class SloClass:
     on_overload: OverloadPolicy = "demote"
 
 
+PROBE = SloClass(name="probe", on_overload="queue")
+"""The class of the proxy's own requests, which are not counted and must go through both pools."""
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """What a request may expect, apart from its shape."""

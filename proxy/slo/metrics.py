@@ -9,11 +9,9 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from proxy.scheduling.slo import SloClass, Standing
+from proxy.scheduling.slo import PROBE, SloClass, Standing
 from proxy.slo.account import Account, Outcome
 
-PROBE = SloClass(name="probe")
-"""The class of the proxy's own requests, which are not counted."""
 GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 

@@ -11,9 +11,9 @@ from proxy.flights.lifetime import Lifetime, LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.trip import Trip
 from proxy.metrics import ProxyMetrics
+from proxy.scheduling.slo import PROBE
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
-from proxy.slo.metrics import PROBE
 
 log = logging.getLogger("twinpool.proxy")
 

@@ -1,7 +1,7 @@
 """All workers of both roles, kept in the order in which they are asked, so that nobody is asked in vain."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
@@ -42,6 +42,8 @@ class Pools:
     _decode_by_index: dict[int, DecodeWorker] = field(default_factory=dict)
     _learned: dict[str, CostModel] = field(default_factory=dict)
     """By worker id: a restarted worker is as fast as it was."""
+    _away: dict[str, PrefillWorker | DecodeWorker] = field(default_factory=dict)
+    """Lives that take no requests now. A drain that is called off brings them back with what they still carry."""
 
     def __post_init__(self) -> None:
         self.average = CostModel(self.policy.prior_prefill_tokens_per_s, self.policy.prior_decode_step_s)
@@ -74,13 +76,16 @@ class Pools:
     def _join(self, facts: WorkerFacts) -> None:
         untried = CostModel(self.policy.prior_prefill_tokens_per_s, self.policy.prior_decode_step_s, self.average)
         costs = self._learned.setdefault(facts.worker_id, untried)
+        former = self._away.pop(facts.worker_id, None)
+        if former is not None and former.facts != facts:
+            former = None
         if facts.role == "prefill":
-            prefill = PrefillWorker(facts, costs)
+            prefill = former if isinstance(former, PrefillWorker) else PrefillWorker(facts, costs)
             self.prefill[facts.worker_id] = self._prefill_by_index[facts.index] = prefill
             prefill.listed = prefill.order
             insort(self._prefill_order, prefill.listed)
         else:
-            decode = DecodeWorker(facts, costs, facts.num_blocks)
+            decode = former if isinstance(former, DecodeWorker) else DecodeWorker(facts, costs, facts.num_blocks)
             self.decode[facts.worker_id] = self._decode_by_index[facts.index] = decode
             decode.listed = decode.order
             insort(self._decode_order.setdefault(facts.fingerprint, []), decode.listed)
@@ -88,10 +93,12 @@ class Pools:
     def _leave(self, worker_id: str) -> None:
         prefill = self.prefill.pop(worker_id, None)
         if prefill is not None:
+            self._away[worker_id] = prefill
             del self._prefill_by_index[prefill.facts.index]
             del self._prefill_order[bisect_left(self._prefill_order, prefill.listed)]
         decode = self.decode.pop(worker_id, None)
         if decode is not None:
+            self._away[worker_id] = decode
             del self._decode_by_index[decode.facts.index]
             order = self._decode_order[decode.facts.fingerprint]
             del order[bisect_left(order, decode.listed)]
@@ -126,34 +133,36 @@ class Pools:
         """Of all workers that accept `needed` tokens."""
         return min((n for n in (*self.prefill_lens, *self.decode_lens) if n >= needed), default=0)
 
-    def prefill_candidates(self, needed: int, knowing: Mapping[str, int], avoid: str = "") -> Iterator[PrefillWorker]:
+    def prefill_candidates(
+        self, needed: int, knowing: Mapping[str, int], avoid: str = "", *, hands_over: bool = False
+    ) -> list[PrefillWorker]:
         """Those that will be free first, and those that have most of the prompt; only such as accept the tokens.
 
         `knowing`: tokens of the prompt that workers have. `avoid`: a worker that is left out unless it is the only one.
+        `hands_over`: only those with a layout that fits some decode worker's.
         """
-        avoided = avoid if len(self.prefill) > 1 else ""
-        asked = {avoided}
-        accepting = (worker for worker in self._accepting(needed) if worker.facts.worker_id != avoided)
-        for worker in islice(accepting, ASKED):
-            asked.add(worker.facts.worker_id)
-            yield worker
-        for worker_id in knowing if len(knowing) <= ASKED else nlargest(ASKED, knowing, key=knowing.__getitem__):
-            known = self.prefill.get(worker_id)
-            if known is not None and worker_id not in asked and known.facts.max_model_len >= needed:
-                yield known
 
-    def _accepting(self, needed: int) -> Iterator[PrefillWorker]:
-        for _, _, index in self._prefill_order:
-            worker = self._prefill_by_index[index]
-            if worker.facts.max_model_len >= needed:
-                yield worker
+        def will_do(worker: PrefillWorker) -> bool:
+            facts = worker.facts
+            return facts.max_model_len >= needed and not (hands_over and not self._partners[facts.fingerprint])
+
+        in_order = (self._prefill_by_index[index] for _, _, index in self._prefill_order)
+        asked = {w.facts.worker_id: w for w in islice(filter(will_do, in_order), ASKED + bool(avoid))}
+        # Decode workers know prompts too, and must not take the places of those that are asked.
+        known = [w for w in (self.prefill.get(worker_id) for worker_id in knowing) if w is not None and will_do(w)]
+        if len(known) > ASKED:
+            known = nlargest(ASKED, known, key=lambda worker: knowing[worker.facts.worker_id])
+        asked.update((worker.facts.worker_id, worker) for worker in known)
+        if len(asked) > 1:
+            asked.pop(avoid, None)
+        return list(asked.values())
 
     def decode_for(
         self, needed: int, num_tokens: int, prefill: PrefillWorker | None = None, avoid: str = ""
     ) -> DecodeWorker | None:
         """The best decode worker with room for `num_tokens`, that accepts `needed` and fits `prefill`."""
-        avoided = avoid if len(self.decode) > 1 else ""
-        layouts = self._decode_order if prefill is None else self._partners[prefill.facts.fingerprint]
+        layouts = tuple(self._decode_order) if prefill is None else self._partners[prefill.facts.fingerprint]
+        avoided = avoid if avoid in self.decode and self._others_accept(needed, layouts, avoid) else ""
         best: DecodeWorker | None = None
         for layout in layouts:
             for place in self._decode_order[layout]:
@@ -165,6 +174,13 @@ class Pools:
                     best = worker
                     break
         return best
+
+    def _others_accept(self, needed: int, layouts: tuple[str, ...], avoid: str) -> bool:
+        return any(
+            worker.facts.worker_id != avoid and worker.facts.max_model_len >= needed
+            for worker in self.decode.values()
+            if worker.facts.fingerprint in layouts
+        )
 
     def excess_s(self, worker: PrefillWorker, now_s: float) -> float:
         """Recent work of a prefill worker beyond its part, with some tolerance."""

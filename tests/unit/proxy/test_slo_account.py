@@ -5,9 +5,9 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from proxy.scheduling.slo import SloClass, Standing
+from proxy.scheduling.slo import PROBE, SloClass, Standing
 from proxy.slo.account import Account
-from proxy.slo.metrics import PROBE, GapCounts, SloMetrics
+from proxy.slo.metrics import GapCounts, SloMetrics
 
 GOLD = SloClass("gold", ttft_s=1.0, itl_s=0.1)
 

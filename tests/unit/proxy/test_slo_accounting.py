@@ -7,8 +7,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from proxy.frontend.request_context import CURRENT, RequestContext
-from proxy.scheduling.slo import SloClass, Standing
-from proxy.slo.metrics import PROBE
+from proxy.scheduling.slo import PROBE, SloClass, Standing
 from tests.unit.proxy.mini_cluster import MiniCluster, mini_cluster, read, until
 
 OUTCOMES = ("attained", "missed_ttft", "missed_itl", "missed_both", "rejected", "failed", "aborted")

@@ -128,6 +128,26 @@ def test_the_worker_under_which_a_request_was_lost_is_avoided_unless_it_is_the_o
     assert first_place(scheduler("p0", "d0"), replace(LONG, avoid="p0")) == Remote("p0", "d0", "remote")
 
 
+@pytest.mark.parametrize("other", [{"max_model_len": 100}, {"fingerprint": "another"}])
+def test_it_is_not_avoided_either_if_the_others_will_not_do(other: dict[str, Any]) -> None:
+    pools = scheduler("p0", facts("p1", **other), "d0", facts("d1", **(other if "max_model_len" in other else {})))
+    assert first_place(pools, replace(LONG, avoid="p0")) == Remote("p0", "d0", "remote")
+    pools = scheduler("p0", "d0", facts("d1", **other))
+    assert first_place(pools, replace(LONG, avoid="d0")) == Remote("p0", "d0", "remote")
+
+
+def test_prefill_workers_that_fit_no_decode_worker_do_not_hide_the_one_that_does() -> None:
+    strangers = [facts(f"p{number}", fingerprint="new") for number in range(9)]
+    assert first_place(scheduler(*strangers, "p9", "d0"), LONG) == Remote("p9", "d0", "remote")
+
+
+def test_decode_workers_that_know_a_prompt_do_not_hide_the_prefill_worker_that_does() -> None:
+    decoders = [f"d{number}" for number in range(9)]
+    knowing = Caches({name: {"h": 480} for name in (*decoders, "p9")})
+    pools = scheduler(*(f"p{number}" for number in range(10)), *decoders, prefixes=knowing)
+    assert first_place(pools, shape(2000, prompt_hashes="h")) == Remote("p9", "d0", "remote")
+
+
 WORKERS = st.builds(
     facts,
     st.sampled_from(["p0", "p1", "d0", "d1"]),

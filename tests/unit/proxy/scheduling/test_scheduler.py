@@ -213,6 +213,12 @@ def test_one_such_prompt_at_a_time() -> None:
     assert first_place(pools, shape(100, itl_s=0.5), "c", 0.1) == Local("d0", "prefill_busy")
 
 
+def test_a_probe_goes_through_both_pools_however_busy() -> None:
+    pools = scheduler("p0", "d0")
+    first_place(pools, shape(1500, itl_s=0.5), "long")
+    assert first_place(pools, shape(100, itl_s=0.5, name="probe"), "a") == Remote("p0", "d0", "remote")
+
+
 # ------------------------------------------------------------------------------------------------------ overload
 
 
@@ -322,6 +328,21 @@ def test_what_waits_for_a_worker_that_leaves_goes_another_way(busy: Scheduler) -
     first_place(busy, shape(1500), "a")
     busy.observe_pools([facts("d0")], frozenset(), 0.1)
     assert placed(busy.place(0.1)) == {"a": Local("d0", "no_prefill_worker")}
+
+
+def test_a_worker_whose_drain_is_called_off_still_has_what_it_had() -> None:
+    pools = scheduler("p0", "d0", "d1")
+    for number in range(2):
+        assert isinstance(first_place(pools, shape(), str(number)), Remote)
+    jobs, carried = dict(pools.books.pools.prefill["p0"].jobs), pools.books.pools.decode["d0"].reserved
+    assert carried > 0
+    pools.observe_pools([facts("d1")], frozenset(), 1.0)
+    pools.remove("1", 1.1)
+    pools.observe_pools([facts("p0"), facts("d0"), facts("d1")], frozenset(), 1.2)
+    assert pools.books.pools.prefill["p0"].jobs == {"0": jobs["0"]}
+    assert pools.books.pools.decode["d0"].reserved == carried
+    pools.remove("0", 1.3)
+    assert pools.books.pools.decode["d0"].reserved == 0
 
 
 def test_a_new_life_owes_nothing_of_the_old_one_and_is_as_fast(busy: Scheduler) -> None:
