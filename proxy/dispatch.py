@@ -40,22 +40,16 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, IllegalTransition, Stage, advance, passes_on
+from proxy.flights.flight import IllegalTransition, Stage, advance, passes_on
 from proxy.flights.front_end import FrontEnd, LocalFrontEnd
 from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
-from proxy.flights.trip import Trip
+from proxy.flights.trip import Trip, new_flight
 from proxy.health.progress import Progress
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
-from proxy.legs.vllm_leg_outputs import (
-    BadOutputs,
-    OutputDecoder,
-    is_plain,
-    leg_event,
-    scheduled_ago_s,
-)
-from proxy.legs.vllm_leg_requests import describe
+from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder, is_plain, leg_event, scheduled_ago_s
+from proxy.legs.vllm_leg_requests import Unsendable, describe
 from proxy.metrics import ProxyMetrics
 from proxy.placing import Placing
 from proxy.replies import Replies
@@ -128,23 +122,13 @@ class Dispatcher:
         if known is not None:
             self._more_input(known, request)
             return
-        flight = Flight(
-            num_prompt_tokens=shape.num_prompt_tokens,
-            max_tokens=shape.max_tokens,
-            max_model_len=self._pool.roster.max_model_len,
-            first_token_mode=shape.first_token_mode,
-            wants_prompt_scores=shape.wants_prompt_scores,
-            reserve_at_start=self._settings.reserve_at_start,
-            open_ended=bool(request.resumable),
-            streamed=bool(request.resumable),
-            max_losses=self._settings.max_losses,
-        )
+        flight = new_flight(request, shape, self._settings, self._pool.roster.max_model_len)
         lifetime, account = self.witness.arrived(request), self.witness.account(shape)
-        trip = self.trips[request_id] = Trip(
-            request_id, request, shape, flight, lifetime, front_end or self._local, account, group
-        )
+        front_end = front_end or self._local
+        trip = Trip(request_id, request, shape, flight, lifetime, front_end, account, group)
         if not why_not_continued(request, (), shape.local_because):
             trip.sent = []
+        self.trips[request_id] = trip
         if self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
@@ -174,7 +158,11 @@ class Dispatcher:
 
     def _more_input(self, trip: Trip, request: Any) -> None:
         """Streamed input: the next chunk of a request, for the engine that has it already."""
-        if not self._sending.more_input(trip, request):
+        try:
+            if not self._sending.more_input(trip, request):
+                return
+        except Unsendable as error:
+            self._cannot_send(trip, error)
             return
         trip.account.pause()
         if not request.resumable:
@@ -222,6 +210,7 @@ class Dispatcher:
         if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
             _note(trip, "prefill_started")
             self._feed(trip, PrefillStarted())
+            self._flush()
 
     def on_handover_closed(self, worker: Worker, closed: messages.HandoverClosed) -> None:
         """A decode worker has all it can get of a hand-over."""
@@ -316,7 +305,7 @@ class Dispatcher:
     def _feed(self, trip: Trip, event: Event) -> None:
         if trip.flight.finished:
             return
-        decode_before = trip.flight.decode
+        before = trip.flight
         try:
             step = advance(trip.flight, event)
         except IllegalTransition as error:
@@ -324,15 +313,25 @@ class Dispatcher:
             log.error("illegal_transition request=%s error=%s", trip.request_id, error)
             return
         trip.flight = step.flight
-        for action in step.actions:
-            self._perform(trip, action)
+        if before.prefill_running and not trip.flight.prefill_running:
+            self._placing.prefill_over(trip)
+        try:
+            for action in step.actions:
+                self._perform(trip, action)
+        except Unsendable as error:
+            self._cannot_send(trip, error)
         # The first two outputs are parts of the request's lifetime.
         trip.passes_on = passes_on(trip.flight) if trip.num_outputs >= 2 else None
         if trip.group:
             # Also when it has finished: held outputs may come and end it all at once.
-            self._let_follow(trip.group, ended_at=decode_before)
+            self._let_follow(trip.group, ended_at=before.decode)
         if trip.flight.finished:
             self._forget(trip)
+
+    def _cannot_send(self, trip: Trip, error: Unsendable) -> None:
+        """Ends a request by its own fault; whatever else the message at hand leads to still happens."""
+        self._tell_failure(trip, 400, Cause("unsendable", str(error)))
+        self._feed(trip, Aborted())
 
     def _perform(self, trip: Trip, action: Action) -> None:
         match action:

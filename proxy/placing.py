@@ -45,6 +45,10 @@ class Placing:
         """A prefill has ended, or a worker that does everything gave its first token."""
         self._changed |= self._scheduler.complete(trip.request_id, time.monotonic())
 
+    def prefill_over(self, trip: Trip) -> None:
+        """A prefill leg has ended, whether it got to the end of the prompt or not."""
+        self._changed |= self._scheduler.give_up_prefill(trip.request_id, time.monotonic())
+
     def forget(self, trip: Trip) -> None:
         """A request has ended."""
         ended_by_itself = trip.lifetime.last("finished") is not None

@@ -32,6 +32,10 @@ class ClientTransferParams(Exception):
     """A client tried to steer a hand-over, or an engine's order, itself."""
 
 
+class Unsendable(Exception):
+    """A request holds something that cannot be written into a message; a sentence for the client."""
+
+
 def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = False) -> RequestShape:
     """The shape of a client's request. Raises `ClientTransferParams`."""
     params = request.sampling_params
@@ -89,7 +93,7 @@ class Exporter:
 
 
 class LegRequests:
-    """Builds and encodes the legs. One per event loop: vLLM's encoder is not thread-safe."""
+    """Builds and encodes the legs; raises `Unsendable`. One per event loop: vLLM's encoder is not thread-safe."""
 
     def __init__(self) -> None:
         self._encoder = MsgpackEncoder()
@@ -156,7 +160,11 @@ class LegRequests:
         leg.sampling_params = params
         if prompt is not None:
             leg.prompt_token_ids = prompt
-        frames: Frames = self._encoder.encode(leg)
+        try:
+            frames: Frames = self._encoder.encode(leg)
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:
+            # vLLM checks what it knows of. What it misses is the fault of this one request.
+            raise Unsendable(f"The request cannot be sent to a worker: {error}; change that value") from error
         return frames
 
 

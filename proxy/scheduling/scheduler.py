@@ -105,6 +105,10 @@ class Scheduler:
         """The prompt of a placed request has been computed; True if that is news."""
         return self.books.prompt_computed(request_id, now_s)
 
+    def give_up_prefill(self, request_id: str, now_s: float) -> bool:
+        """The prefill of a placed request has ended, and not with its prompt; True if that is news."""
+        return self.books.prefill_given_up(request_id, now_s)
+
     def expire(self, now_s: float, timeout_s: float) -> list[str]:
         """Takes out whoever has been in the queue for `timeout_s`."""
         late = []

@@ -84,6 +84,21 @@ class Books:
             held.decode.local_prefills -= 1
         return True
 
+    def prefill_given_up(self, request_id: str, now_s: float) -> bool:
+        """Nothing of it is computed at its prefill worker any more: its decode worker goes on alone, or it has ended.
+
+        False if that is known.
+        """
+        held = self.held.get(request_id)
+        if held is None or held.prefill is None:
+            return False
+        held.computed = True
+        self._end_prefill(request_id, held, now_s, computed=False)
+        if held.decode is not None and not held.running:
+            held.running = True
+            held.decode.num_running += 1
+        return True
+
     def release(self, request_id: str, now_s: float) -> None:
         """A request is over, or is placed anew."""
         held = self.held.pop(request_id, None)
