@@ -69,7 +69,9 @@ def role(
 
 
 def restart(
-    workers: Annotated[str, typer.Argument(metavar="WORKER|prefill|decode|all", help="Which workers.")],
+    workers: Annotated[
+        str, typer.Argument(metavar="WORKER|prefill|decode|all", help="Which workers; or api-server-1.")
+    ],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     timeout_s: TimeLimit = None,

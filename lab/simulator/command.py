@@ -1,5 +1,6 @@
 """`twinpool lab simulate`: one cluster under a load, or every split of some GPUs."""
 
+import importlib.util
 import re
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from lab.traces.trace import Scaling, scale
 from proxy.scheduling.slo import OverloadPolicy
 
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
+_PICTURES = (".png", ".svg", ".pdf")
 _POOLS = re.compile(r"(\d+)x(\d+)\+(\d+)x(\d+)")
 _INCIDENT = re.compile(r"(\+?)((?:prefill|decode)-\d+)@([\d.]+)")
 TRACE_CLASS = "trace"
@@ -63,6 +65,7 @@ def run_simulate(options: SimulateOptions) -> int:
     """Returns the exit status."""
     errors = Console(stderr=True, highlight=False)
     try:
+        _check_plot(options)
         classes, sessions = _load(options)
         asked = _asked(options, classes, sessions)
         if options.sweep_gpus:
@@ -74,6 +77,19 @@ def run_simulate(options: SimulateOptions) -> int:
         return _EXIT_USAGE
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+
+
+def _check_plot(options: SimulateOptions) -> None:
+    """Before a sweep of minutes."""
+    file = options.plot_file
+    if file is None:
+        return
+    if not options.sweep_gpus:
+        raise SimulateError("--plot draws a sweep: give --sweep GPUS, or leave it out")
+    if file.suffix not in _PICTURES or not file.parent.is_dir():
+        raise SimulateError(f"--plot {file}: name a file in a directory that exists, ending in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SimulateError("--plot needs matplotlib: install twinpool with the extra `lab`")
 
 
 def parse_pools(text: str) -> Pools:

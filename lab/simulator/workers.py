@@ -117,7 +117,9 @@ class PrefillWorker:
                 chunk.append((job, tokens))
                 left -= tokens
             tokens = sum(tokens for _, tokens in chunk)
-            already = sum(job.already * part for job, part in chunk) // tokens
+            # Prompts do not attend to each other: as many pairs of tokens as all of them have, not as one long one.
+            pairs = sum(part * (job.already + part / 2) for job, part in chunk)
+            already = round(pairs / tokens - tokens / 2)
             seconds = self.steps.step_s(0, 0, tokens, already)
             self.busy_s += seconds
             yield self._env.timeout(seconds)

@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import simpy
 from typer.testing import CliRunner
 
 from cluster.terminal.commands import app
@@ -16,7 +17,9 @@ from lab.planner.steps import EXPECTED, Steps
 from lab.simulator.cluster import Incident, Outcome, Pools, Rules, SimulatedCluster
 from lab.simulator.command import SimulateError, parse_incident, parse_pools
 from lab.simulator.sweep import front, point_of, splits
+from lab.simulator.workers import PrefillWorker, Request
 from lab.traces.trace import TraceRequest
+from proxy.scheduling.view import RequestShape
 
 LLAMA_70B = Asked(MODELS["llama-3.1-70b"], GPUS["h100"], 16, Workload(8000, 300, 2, 0.05))
 POOLS = Pools(3, 4, 1, 4)
@@ -38,6 +41,21 @@ def test_a_request_alone_takes_as_long_as_its_steps() -> None:
     assert record.gaps_s[5] == pytest.approx(steps.step_s(1, 8005), rel=0.01)
     assert record.tokens == 50
     assert not record.error
+
+
+def test_short_prompts_in_one_step_do_not_attend_to_each_other() -> None:
+    steps = Steps(LLAMA_70B.model, LLAMA_70B.gpu, 4, efficiency=EXPECTED)
+    env, shape = simpy.Environment(), RequestShape(500, 1, first_token_mode=True)
+    worker = PrefillWorker(env, "prefill-0", steps, 8192, lambda *_: None)
+    for number in range(16):
+        worker.submit(Request(str(number), "w", shape, 1, (), 0, 0.0), 0, demoted=False)
+    env.run(until=10)
+    attention = 16 * LLAMA_70B.model.attention_flop(500) / LLAMA_70B.model.attention_flop(8000)
+    assert attention == pytest.approx(1 / 16)
+    together = steps.step_s(0, 0, 8000) - worker.busy_s
+    reading = 3750 * steps.kv_bytes_per_token / (LLAMA_70B.gpu.memory_bytes_per_s * EXPECTED.memory)
+    peak = LLAMA_70B.gpu.flop_per_s(2) * 4 * EXPECTED.of_compute(8000)
+    assert together == pytest.approx(LLAMA_70B.model.attention_flop(8000) / peak * 15 / 16 + reading)
 
 
 def test_goodput_breaks_down_about_where_the_plan_says() -> None:
@@ -139,6 +157,8 @@ def test_the_command_sweeps_and_draws(tmp_path: Path) -> None:
         ([], "not both"),
         (["-w", "chat=1/s,200000+9"], "context"),
         (["-w", "chat=1/s,9+9,turns=3"], "several turns"),
+        (["-w", "chat=1/s,9+9", "--plot", "x.png"], "draws a sweep"),
+        (["-w", "chat=1/s,9+9", "--sweep", "8", "--plot", "x.doc"], "ending in"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(arguments: list[str], complaint: str) -> None:
