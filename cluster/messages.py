@@ -22,6 +22,9 @@ LEAVE = "leave"
 """A goal of draining: the worker's process ends. The other goals are the roles."""
 
 
+Goal = Annotated[str, msgspec.Meta(pattern=r"^(leave|prefill|decode)\Z")]
+
+
 class RankAddress(msgspec.Struct, frozen=True):
     """Where one rank of a worker exports KV blocks."""
 
@@ -214,7 +217,7 @@ class MeetExporters(msgspec.Struct, tag="meet_exporters", frozen=True):
 class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Proxy to host: finish what you have, then leave or take another role. The answer is a hello."""
 
-    goal: str
+    goal: Goal
     """`LEAVE`, `prefill` or `decode`; the role it has ends a drain towards the other one."""
     timeout_s: Seconds
     """What is not finished by then is aborted."""

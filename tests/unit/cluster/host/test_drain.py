@@ -2,10 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 
+from cluster.frames import BadFrame, reader
 from cluster.host.drain import SETTLE_S, Carried, Drain
-from cluster.messages import LEAVE
+from cluster.messages import LEAVE, ToWorker
+from cluster.messages import Drain as DrainOrder
 
 EMPTY = Carried(0, 0, -math.inf, has_proxy=True)
 
@@ -86,3 +89,11 @@ def test_the_present_role_is_no_change_and_ends_one() -> None:
     assert drain.begin("prefill", "decode", 0.0, 10.0)
     assert drain.begin("decode", "decode", 1.0, 10.0), "the proxy must hear that it takes requests again"
     assert drain.goal == ""
+
+
+@pytest.mark.parametrize("goal", ["", "proxy", "decode\n", "leave it"])
+def test_an_order_to_become_something_else_is_no_message(goal: str) -> None:
+    read = reader(msgspec.msgpack.Decoder[ToWorker](ToWorker))
+    assert read(msgspec.msgpack.encode(DrainOrder("decode", 1.0))) == DrainOrder("decode", 1.0)
+    with pytest.raises(BadFrame):
+        read(msgspec.msgpack.encode(DrainOrder(goal, 1.0)))
