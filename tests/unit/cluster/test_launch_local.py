@@ -129,8 +129,13 @@ async def test_stopping_works_without_the_event_loop(run: Run, tmp_path: Path) -
 LAUNCHER_SCRIPT = """
 import asyncio, sys
 from pathlib import Path
+from cluster import watchdog
 from cluster.launch_local import LocalLauncher
 from tests.unit.cluster.families import dummy
+
+# The same file, with less patience than three seconds.
+impatient = "import runpy, sys; main = runpy.run_path(sys.argv[1])['main']; main.__globals__['GRACE_S'] = 0.2; main()"
+watchdog.COMMAND = (sys.executable, "-I", "-S", "-c", impatient, watchdog.__file__)
 
 async def main() -> None:
     launcher = LocalLauncher(lambda told: None)
