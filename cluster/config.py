@@ -133,7 +133,12 @@ class SchedulingConfig(ConfigNode):
         default="deadline",
         description="Whose chunk an engine computes next: the most urgent prompt's, or vLLM's own order.",
     )
-    queue_timeout_s: float = Field(default=30.0, gt=0, description="A request not placed by then is answered 504.")
+    queue_timeout_s: float = Field(
+        default=300.0, gt=0, description="A request that has waited so long for room at a worker is answered 504."
+    )
+    absent_timeout_s: float = Field(
+        default=30.0, gt=0, description="The same, while no worker is there that could take it at all."
+    )
     prefix_events: bool = Field(
         default=True, description="Workers tell the proxy which prompts' blocks their prefix caches hold."
     )

@@ -255,10 +255,12 @@ class Dispatcher:
 
     def on_beat(self, now_s: float) -> None:
         """Deadlines of the queue, renewal of leases, who gets on, reports that will not come any more."""
-        for request_id in self._placing.beat(now_s, self._settings.queue_timeout_s):
+        settings = self._settings
+        for request_id in self._placing.beat(now_s, settings.queue_timeout_s, settings.absent_timeout_s):
             trip = self.trips.get(request_id)
             if trip is not None:
-                message = f"No worker could take the request within {self._settings.queue_timeout_s:g} s"
+                waited_s = now_s - (trip.lifetime.last("arrived") or now_s)
+                message = f"No worker could take the request, which arrived {waited_s:.0f} s ago"
                 self._feed(trip, DeadlinePassed(Cause("queue_timeout", f"{message}; try again later")))
         if now_s - self._held_s >= self._settings.hold_every_s:
             self._held_s = now_s

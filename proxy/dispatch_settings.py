@@ -21,6 +21,9 @@ class DispatchSettings:
     reserve_at_start: bool
     """Submit the decode leg when the prefill starts, not when it has ended."""
     queue_timeout_s: float
+    """For room at a worker."""
+    absent_timeout_s: float
+    """For a worker that could take a request at all."""
     hold_every_s: float
     """How often prefill workers are told which leases are still wanted."""
     max_losses: int = 3
@@ -45,6 +48,7 @@ def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
         policy=Policy(threshold, given.on_no_prefill, given.max_queued_requests, tokens_per_s, step_s),
         reserve_at_start=config.scheduling.reserve == "at_prefill_start",
         queue_timeout_s=config.scheduling.queue_timeout_s,
+        absent_timeout_s=config.scheduling.absent_timeout_s,
         hold_every_s=config.transfer.beat_s,
         max_losses=config.scheduling.max_losses,
     )

@@ -87,7 +87,7 @@ class Placing:
         finally:
             self._settling = False
 
-    def beat(self, now_s: float, timeout_s: float) -> list[str]:
-        """Request ids of those that have waited for `timeout_s`; they are out of the queue."""
+    def beat(self, now_s: float, timeout_s: float, absent_s: float) -> list[str]:
+        """Request ids of those that have waited for too long (`Scheduler.expire`); they are out of the queue."""
         self._changed = True
-        return self._scheduler.expire(now_s, timeout_s)
+        return self._scheduler.expire(now_s, timeout_s, absent_s)

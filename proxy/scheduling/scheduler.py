@@ -9,7 +9,6 @@ a decode worker has room for its prompt and the expected answer, so order can ch
 every time is an argument (seconds on any clock), and `lab` runs the same object.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -36,6 +35,14 @@ class _Waiting:
     """Tokens of its prompt that workers have."""
     looked_s: float
     """When that was looked up."""
+    joined_s: float
+    """When it began to wait for what it waits for."""
+
+    def is_late(self, now_s: float, timeout_s: float, absent_s: float) -> bool:
+        """Whether it has waited too long for room, or for somebody to come."""
+        if self.lane == "nobody":
+            return now_s >= self.joined_s + absent_s
+        return now_s >= self.entry.since_s + timeout_s
 
 
 PATIENCE_S = 5.0
@@ -45,7 +52,10 @@ LOOK_AGAIN_S = 0.5
 
 
 class Scheduler:
-    """Made once per cluster; every method takes time independent of the number of requests, but for pool changes."""
+    """Made once per cluster. The time that methods take does not depend on the number of requests.
+
+    Exceptions are `expire` and pool changes.
+    """
 
     def __init__(self, policy: Policy, prefixes: CachedPrefixes | None = None) -> None:
         self.books = Books(Pools(policy))
@@ -57,7 +67,6 @@ class Scheduler:
         self._fresh: dict[str, None] = {}
         """Added or taken out of a place since the last `place`."""
         self._refused: list[Decision] = []
-        self._since: deque[Entry] = deque()
         self._seq = 0
 
     @property
@@ -82,7 +91,6 @@ class Scheduler:
         entry = Entry(request_id, shape, self._seq, arrived_s, now_s, deadline_s, prefill_s, share_s)
         self._enqueue(entry, now_s)
         if request_id in self._waiting:
-            self._since.append(entry)
             self._fresh[request_id] = None
 
     def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> None:
@@ -109,15 +117,16 @@ class Scheduler:
         """The prefill of a placed request has ended, and not with its prompt; True if that is news."""
         return self.books.prefill_given_up(request_id, now_s)
 
-    def expire(self, now_s: float, timeout_s: float) -> list[str]:
-        """Takes out whoever has been in the queue for `timeout_s`."""
-        late = []
-        while self._since and (not self._is_waiting(self._since[0]) or now_s >= self._since[0].since_s + timeout_s):
-            waiting = self._waiting.get(self._since.popleft().request_id)
-            if waiting is not None and now_s >= waiting.entry.since_s + timeout_s:
-                self._leave(waiting, now_s, served=False)
-                late.append(waiting.entry.request_id)
-        return late
+    def expire(self, now_s: float, timeout_s: float, absent_s: float | None = None) -> list[str]:
+        """Takes out whoever has been in the queue for `timeout_s`, or for `absent_s` while nobody could have taken it.
+
+        Looks at everybody: not to be called for each request.
+        """
+        absent_s = timeout_s if absent_s is None else absent_s
+        late = [w for w in self._waiting.values() if w.is_late(now_s, timeout_s, absent_s)]
+        for waiting in late:
+            self._leave(waiting, now_s, served=False)
+        return [waiting.entry.request_id for waiting in late]
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -257,7 +266,7 @@ class Scheduler:
         if isinstance(way, Reject):
             self._refused.append(Decision(entry.request_id, way))
             return
-        waiting = _Waiting(entry, way, lane_of(way), cached, now_s)
+        waiting = _Waiting(entry, way, lane_of(way), cached, now_s, now_s)
         self._waiting[entry.request_id] = waiting
         self._backlog.add(entry)
         if waiting.lane != "nobody":

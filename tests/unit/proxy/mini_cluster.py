@@ -121,7 +121,7 @@ class MiniCluster(MiniFrontEnd):
         roster = Roster(frozenset({MODEL}), DEAD_AFTER_S, ("prefill-0", "decode-0"))
         metrics = ProxyMetrics(self.registry)
         self.pool = WorkerPool(address, roster, liveness, metrics)
-        settings = DispatchSettings(policy, reserve_at_start, 0.5, 0.1, max_losses)
+        settings = DispatchSettings(policy, reserve_at_start, 0.5, 0.5, 0.1, max_losses)
         self.client = ClusterClient(self.pool, settings, metrics, num_engines=2)
         super().__init__(self.client)
 

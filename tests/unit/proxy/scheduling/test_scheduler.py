@@ -395,3 +395,15 @@ def test_one_token_needs_no_decode_worker_with_room() -> None:
     pools = scheduler("p0", facts("d0", num_blocks=1))
     first_place(pools, shape(100), "a")
     assert first_place(pools, shape(500, max_tokens=1), "b") == PrefillOnly("p0", "single_token")
+
+
+def test_waiting_for_room_and_waiting_for_somebody_to_come_have_limits_of_their_own() -> None:
+    pools = scheduler("p0", "d0")
+    for name in ("a", "b", "c", "d"):
+        pools.add(name, shape(3000), 0.0, 0.0)
+    pools.place(0.0)
+    assert pools.num_waiting == 2
+    assert pools.expire(200.0, 300.0, 30.0) == []
+    pools.observe_pools([], frozenset(), 200.0, frozenset({"decode"}))
+    assert pools.expire(229.0, 300.0, 30.0) == []
+    assert sorted(pools.expire(230.0, 300.0, 30.0)) == ["c", "d"]
