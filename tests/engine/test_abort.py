@@ -119,20 +119,19 @@ def _frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-async def test_leaving_while_queued_at_p(cluster: Server, make_prompt: PromptMaker) -> None:
+async def test_leaving_while_queued_for_p(cluster: Server, make_prompt: PromptMaker) -> None:
+    rank = _rank_of(cluster, "prefill-0")
     with full_capacity_returns(cluster):
         async with _client(cluster) as client:
-            # One long prompt takes every chunk of P for seconds; forty requests wait behind it.
-            blocker = asyncio.create_task(_leave_after(client, make_prompt(800, CONTEXT - 8), 1))
-            prompts = [make_prompt(801 + i, 40) for i in range(ABORTS)]
-            await asyncio.sleep(0.2)
-            all_wait = asyncio.Event()
-            leavers = [asyncio.create_task(_leave_without_a_token(client, it, all_wait.wait())) for it in prompts]
-            await _until(lambda: worker(cluster.url, "prefill-0").waiting >= ABORTS // 2, "requests wait at P")
-            all_wait.set()
-            assert await asyncio.gather(*leavers) == [True] * ABORTS
-            assert not blocker.done(), "the queue was still blocked"
-            await blocker
+            # With its rank frozen P takes a few and computes none; the others wait in the proxy.
+            with _frozen(rank):
+                prompts = [make_prompt(801 + i, 40) for i in range(ABORTS)]
+                all_wait = asyncio.Event()
+                leavers = [asyncio.create_task(_leave_without_a_token(client, it, all_wait.wait())) for it in prompts]
+                await _until(lambda: status(cluster.url).requests_waiting >= ABORTS // 2, "requests wait in the proxy")
+                assert status(cluster.url).requests_running > 0, "some are at P"
+                all_wait.set()
+                assert await asyncio.gather(*leavers) == [True] * ABORTS
 
 
 async def test_leaving_while_p_computes(cluster: Server, make_prompt: PromptMaker) -> None:
@@ -150,11 +149,12 @@ async def test_leaving_between_p_and_d(either_cluster: Server, make_prompt: Prom
     rank = _rank_of(server, "decode-0")
     with full_capacity_returns(server):
         async with _client(server) as client:
-            for first in range(0, ABORTS, 20):
+            for first in range(0, ABORTS, DECODE_SEQUENCES):
                 # D's rank is frozen: P ends and its token reaches the client, while the blocks cannot be fetched.
+                prompts = [make_prompt(1100 + first + i, 30) for i in range(DECODE_SEQUENCES)]
                 with _frozen(rank):
-                    leavers = (_leave_after(client, make_prompt(1100 + first + i, 30), 1) for i in range(20))
-                    assert await asyncio.wait_for(asyncio.gather(*leavers), 10) == [1] * 20
+                    leavers = [_leave_after(client, prompt, 1) for prompt in prompts]
+                    assert await asyncio.wait_for(asyncio.gather(*leavers), 10) == [1] * DECODE_SEQUENCES
 
 
 async def test_leaving_at_the_first_token(either_cluster: Server, make_prompt: PromptMaker) -> None:
@@ -164,7 +164,7 @@ async def test_leaving_at_the_first_token(either_cluster: Server, make_prompt: P
                 assert await _leave_after(client, make_prompt(1200 + i, 140), 1) == 1
 
 
-async def test_leaving_while_queued_at_d(cluster: Server, make_prompt: PromptMaker) -> None:
+async def test_leaving_while_queued_for_d(cluster: Server, make_prompt: PromptMaker) -> None:
     with full_capacity_returns(cluster):
         async with _client(cluster) as client:
             # D takes eight requests at a time; these eight decode until they are told to leave.
@@ -174,9 +174,12 @@ async def test_leaving_while_queued_at_d(cluster: Server, make_prompt: PromptMak
                 for i in range(DECODE_SEQUENCES)
             ]
             await _until(lambda: worker(cluster.url, "decode-0").running >= DECODE_SEQUENCES, "D is full")
-            for first in range(0, ABORTS, 20):
-                leavers = (_leave_after(client, make_prompt(1320 + first + i, 20), 1) for i in range(20))
-                assert await asyncio.wait_for(asyncio.gather(*leavers), 30) == [1] * 20
+            all_wait = asyncio.Event()
+            prompts = [make_prompt(1320 + i, 20) for i in range(ABORTS)]
+            leavers = [asyncio.create_task(_leave_without_a_token(client, it, all_wait.wait())) for it in prompts]
+            await _until(lambda: status(cluster.url).requests_waiting == ABORTS, "requests wait for a place at D")
+            all_wait.set()
+            assert await asyncio.gather(*leavers) == [True] * ABORTS
             assert worker(cluster.url, "decode-0").running >= DECODE_SEQUENCES, "D was full all the time"
             leave.set()
             assert await asyncio.gather(*full) == [3] * DECODE_SEQUENCES
