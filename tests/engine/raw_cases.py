@@ -42,7 +42,6 @@ RAW_CASES: list[RawCase] = [
     RawCase("json-that-is-no-object", "POST", "/v1/completions", b"[1, 2]"),
     RawCase("form-instead-of-json", "POST", "/v1/completions", b"model=smollm2", "application/x-www-form-urlencoded"),
     RawCase("wrong-method", "GET", "/v1/completions"),
-    RawCase("unknown-route", "POST", "/v1/no-such-route", b"{}"),
     _post("messages-missing", "/v1/chat/completions", {"model": "smollm2"}),
     _post("stream", "/v1/completions", _STREAM),
     _post("stream-of-an-unknown-model", "/v1/completions", {**_STREAM, "model": "other"}),

@@ -129,8 +129,8 @@ def test_a_hundred_requests_with_one_request_id_get_their_own_answers(cluster: S
         right = list(pool.map(ask, range(100, 200)))
 
     assert right == [True] * 100
-    assert moved.remote_tokens > 0
-    moved.wait_for_handovers(100)
+    # While P is busy, D may compute a short prompt itself.
+    moved.wait_for_handovers(50)
 
 
 def test_a_seeded_prompt_of_several_chunks_kills_no_worker(cluster: Server) -> None:
