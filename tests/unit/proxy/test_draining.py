@@ -122,7 +122,7 @@ async def test_without_a_decode_worker_requests_wait_for_the_next_one(tmp_path: 
 async def test_without_a_decode_worker_nobody_waits_longer_than_the_queue_allows(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path) as cluster:
         cluster.pool.drain("decode-0", LEAVE, 60)
-        with pytest.raises(GracefulHTTPError, match="No worker could take the request within"):
+        with pytest.raises(GracefulHTTPError, match="No worker could take the request, which arrived"):
             await cluster.run()
 
 
