@@ -42,7 +42,6 @@ from proxy.flights.events import (
 )
 from proxy.flights.flight import IllegalTransition, Stage, advance, passes_on
 from proxy.flights.front_end import FrontEnd, LocalFrontEnd
-from proxy.flights.lifetime import LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip, new_flight
@@ -143,7 +142,7 @@ class Dispatcher:
         for request_id in list(request_ids):
             trip = self.trips.get(request_id)
             if trip is not None:
-                _note(trip, "aborted")
+                self.witness.note(trip, "aborted")
                 if answered:
                     self.witness.answered(trip)
                 self._feed(trip, Aborted())
@@ -208,7 +207,7 @@ class Dispatcher:
         self.progress.worked(worker.worker_id, time.monotonic())
         trip = self._sending.trip_of(transfer_id)
         if trip is not None and trip.transfer_id == transfer_id and trip.flight.prefill == worker.worker_id:
-            _note(trip, "prefill_started")
+            self.witness.note(trip, "prefill_started")
             self._feed(trip, PrefillStarted())
             self._flush()
 
@@ -282,7 +281,7 @@ class Dispatcher:
         self._metrics.observe_decision(type(placement).__name__.lower(), placement.reason)
         if not isinstance(placement, Wait):
             trip.demoted = decision.demoted
-            _note(trip, "placed")
+            self.witness.note(trip, "placed")
             log.info("placed request=%s placement=%s", trip.request_id, placement)
             self._feed(trip, Placed(placement))
 
@@ -340,7 +339,7 @@ class Dispatcher:
             case Emit(leg, payload, finished, prefill):
                 went_well = self._replies.emit(trip, leg, payload, finished, prefill)
                 if finished:
-                    _note(trip, "finished")
+                    self.witness.note(trip, "finished")
                     self.witness.answered(trip, well=went_well)
             case SubmitPrefill(worker_id):
                 self._sending.prefill(trip, worker_id)
@@ -357,7 +356,7 @@ class Dispatcher:
             case PlaceAnew(cause, lost):
                 self._metrics.replacements.inc()
                 log.warning("placed_anew request=%s cause=%s", trip.request_id, cause.message)
-                _note(trip, "placed_anew")
+                self.witness.note(trip, "placed_anew")
                 self._place_without(trip, lost)
             case Continue(cause, lost):
                 self._continue(trip, cause, lost)
@@ -373,7 +372,7 @@ class Dispatcher:
             return
         self._metrics.migrations.labels(cause.kind).inc()
         log.warning("continued request=%s sent=%d cause=%s", trip.request_id, len(sent), cause.message)
-        _note(trip, "continued")
+        self.witness.note(trip, "continued")
         trip.continued = continued_request(trip.request, sent)
         shape = describe(trip.continued)
         trip.shape = replace(shape, standing=trip.shape.standing, continues=True)
@@ -413,7 +412,3 @@ class Dispatcher:
         heir = self.trips.get(self.siblings.leave(trip) or "")
         if heir is not None:
             self._placing.queue(heir)
-
-
-def _note(trip: Trip, event: LifetimeEvent) -> None:
-    trip.lifetime.note(event, time.monotonic())

@@ -149,7 +149,8 @@ class Scheduler:
                 waiting.way = way
                 continue
             self._leave(waiting, now_s, served=False)
-            self._enqueue(replace(waiting.entry, waiting=True), now_s)
+            # Looking every prompt up again would hold up everything.
+            self._enqueue(replace(waiting.entry, waiting=True), now_s, way, waiting)
 
     def observe_load(self, worker_id: str, blocks_used: int, blocks_total: int) -> None:
         """A worker says how many KV blocks it has and how many are taken."""
@@ -255,18 +256,21 @@ class Scheduler:
         if isinstance(verdict, Reject):
             decisions.append(Decision(entry.request_id, verdict))
         else:
-            self._enqueue(replace(entry, demoted=True, waiting=True), now_s, waiting.way)
+            self._enqueue(replace(entry, demoted=True, waiting=True), now_s, waiting.way, waiting)
         return True
 
     # ---------------------------------------------------------------------------------------------- bookkeeping
 
-    def _enqueue(self, entry: Entry, now_s: float, way: Route | None = None) -> None:
-        cached = self._look_up(entry.shape)
+    def _enqueue(self, entry: Entry, now_s: float, way: Route | None = None, before: _Waiting | None = None) -> None:
+        """`before`: how it waited until now, if its prompt need not be looked up again."""
+        cached, looked_s = (
+            (before.cached, before.looked_s) if before is not None else (self._look_up(entry.shape), now_s)
+        )
         way = way if way is not None else route(entry.shape, self.books.pools, cached)
         if isinstance(way, Reject):
             self._refused.append(Decision(entry.request_id, way))
             return
-        waiting = _Waiting(entry, way, lane_of(way), cached, now_s, now_s)
+        waiting = _Waiting(entry, way, lane_of(way), cached, looked_s, now_s)
         self._waiting[entry.request_id] = waiting
         self._backlog.add(entry)
         if waiting.lane != "nobody":

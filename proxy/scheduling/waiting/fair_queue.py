@@ -13,6 +13,9 @@ from proxy.scheduling.view import RequestShape
 SLACK_S = 1.0
 """Seconds of work by which one tenant may get ahead of another in the order of deadlines."""
 
+SWEPT_FROM = 64
+"""Tenants that are remembered before it is asked whether some can be forgotten."""
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -90,12 +93,14 @@ class FairQueue:
         self._least: list[tuple[float, int, _Share]] = []
         self._back: list[tuple[float, int, _Share]] = []
         self._numbers = 0
+        self._sweep_at = SWEPT_FROM
 
     def push(self, entry: Entry) -> None:
         """Takes a request in."""
         tenant = entry.shape.standing.tenant
         share = self._shares.get(tenant)
         if share is None:
+            self._sweep()
             self._numbers += 1
             share = self._shares[tenant] = _Share(tenant, self._numbers, self._floor())
         if share.count == 0:
@@ -167,6 +172,14 @@ class FairQueue:
                 return virtual_s
             heappop(self._least)
         return 0.0
+
+    def _sweep(self) -> None:
+        """Forgets tenants that wait for nothing and owe nothing. Where keys are not checked, anybody can be many."""
+        if len(self._shares) < self._sweep_at:
+            return
+        floor_s = self._floor()
+        self._shares = {name: s for name, s in self._shares.items() if s.count or s.virtual_s > floor_s}
+        self._sweep_at = max(SWEPT_FROM, 2 * len(self._shares))
 
     def _hold_back(self, share: _Share) -> None:
         if not share.held_back and share.virtual_s > self._floor() + SLACK_S:

@@ -168,6 +168,12 @@ class MiniCluster(MiniFrontEnd):
         assert self.client.dispatcher.trips == {}
         assert len(self.client.dispatcher.legs) == 0
         assert len(self.client.dispatcher.siblings) == 0
+        scheduler = self.client.dispatcher._placing._scheduler
+        assert scheduler.num_waiting == 0
+        assert scheduler.books.held == {}
+        for decode in scheduler.books.pools.decode.values():
+            assert (decode.reserved, decode.num_requests, decode.num_running, decode.local_prefills) == (0, 0, 0, 0)
+        assert not any(prefill.jobs for prefill in scheduler.books.pools.prefill.values())
         super().assert_idle()
 
     async def close(self) -> None:

@@ -70,6 +70,20 @@ def test_the_earliest_deadline_goes_first_among_tenants_that_are_not_ahead_of_th
         assert abs(queue.work_s - sum(e.work_s for e in waiting.values())) < 1e-6
 
 
+def test_tenants_that_come_once_are_forgotten_though_the_queue_never_gets_empty() -> None:
+    queue, waiting = FairQueue(), 0
+    for number in range(3000):
+        for tenant in ("always here", f"stranger {number}"):
+            queue.push(entry(waiting, float(waiting), tenant, 0.01))
+            waiting += 1
+        for _ in range(2 if number else 1):
+            head = queue.head()
+            assert head is not None
+            queue.remove(head, served=True)
+        assert queue.count
+    assert len(queue._shares) < 200
+
+
 def test_whoever_is_overdue_gets_a_part_however_many_more_urgent_ones_come() -> None:
     lane = Lane()
     lane.push(entry(0, deadline_s=1.0, priority=5))
