@@ -145,7 +145,8 @@ class Scheduler:
             return
         for waiting in list(self._waiting.values()):
             way = route(waiting.entry.shape, self.books.pools, waiting.cached)
-            if lane_of(way) == waiting.lane != "nobody":
+            if lane_of(way) == waiting.lane and not isinstance(way, Reject):
+                # Where workers come and go, who waits for another kind still waits since then.
                 waiting.way = way
                 continue
             self._leave(waiting, now_s, served=False)

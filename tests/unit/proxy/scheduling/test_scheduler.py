@@ -315,6 +315,14 @@ def test_who_waits_too_long_is_taken_out(busy: Scheduler) -> None:
     assert busy.num_waiting == 0
 
 
+def test_workers_of_the_other_kind_that_come_and_go_prolong_no_wait_for_somebody() -> None:
+    pools = scheduler("p0", policy=replace(POLICY, on_no_prefill="queue"))
+    assert isinstance(first_place(pools, shape(1500)), Wait)
+    for second in range(1, 10):
+        pools.observe_pools([facts("p0", epoch=str(second))], frozenset(), float(second))
+    assert pools.expire(10.0, 30.0, 10.0) == ["r"]
+
+
 # -------------------------------------------------------------------------------------------- workers come and go
 
 
