@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit test-gpu soak check format bench clean
+.PHONY: help run test test-unit unit-vllm unit-rest test-gpu soak check format bench clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +33,18 @@ test: test-unit ## all tests: unit, then those with real engines (at most 20 min
 	@# A session of its own: the engines above have to give their memory back first.
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
+# Importing vLLM takes a process 16 s, so one runs all tests that need it, beside two for the rest.
+UNIT_VLLM := $(addprefix tests/unit/,proxy prefill cluster/host cluster/prefix_events cluster/simulated cluster/fleet \
+	lab/proxy_cost) $(wildcard tests/unit/*/test_vllm_*.py)
+
 test-unit: $(STAMP) ## tests without engines (at most a minute)
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit $(ARGS)
+	@$(MAKE) --no-print-directory --output-sync=target -j2 unit-vllm unit-rest
+
+unit-vllm: $(STAMP)
+	$(BIN)/python -m pytest $(UNIT_VLLM) $(ARGS)
+
+unit-rest: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(addprefix --ignore=,$(UNIT_VLLM)) $(ARGS)
 
 test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
