@@ -153,8 +153,8 @@ async def test_leaving_between_p_and_d(either_cluster: Server, make_prompt: Prom
                 # D's rank is frozen: P ends and its token reaches the client, while the blocks cannot be fetched.
                 prompts = [make_prompt(1100 + first + i, 30) for i in range(DECODE_SEQUENCES)]
                 with _frozen(rank):
-                    leavers = [_leave_after(client, prompt, 1) for prompt in prompts]
-                    assert await asyncio.wait_for(asyncio.gather(*leavers), 10) == [1] * DECODE_SEQUENCES
+                    for prompt in prompts:  # one by one: for a busy P, D would compute a short prompt itself
+                        assert await asyncio.wait_for(_leave_after(client, prompt, 1), 10) == 1
 
 
 async def test_leaving_at_the_first_token(either_cluster: Server, make_prompt: PromptMaker) -> None:
