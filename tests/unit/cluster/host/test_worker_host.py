@@ -91,6 +91,7 @@ class Situation:
         await self.rank.send(msgspec.msgpack.encode(ready))
         await self.hear(wire.WorkerHello)
         await self.say(wire.Welcome("proxy-1"))
+        await self.hear(wire.WorkerLoad)  # only a host that has read its welcome reports
 
     async def say(self, message: wire.ToWorker, *frames: bytes) -> None:
         await self.proxy.send_multipart([self._identity, msgspec.msgpack.encode(message), *frames])
