@@ -30,6 +30,7 @@ from cluster import messages as wire
 from cluster.frames import BadFrame, reader
 from cluster.host.drain import Carried
 from cluster.host.drain_watch import DrainWatch
+from cluster.host.leaving import WorkerStopped, first_error
 from cluster.host.load_report import transfers_open, worker_load
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.relay import CacheRelay
@@ -54,15 +55,6 @@ MAX_REMEMBERED_EXPORTS = 10_000
 OUTBOX_S = 1.0
 ENGINE_STOP_S = 1.5
 """An engine has nothing to save; its interpreters take five seconds each to unload what they imported."""
-
-
-class WorkerStopped(Exception):
-    """The host must leave; the text is the cause, for the proxy and the log."""
-
-    def __init__(self, cause: str, exit_code: int) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.exit_code = exit_code
 
 
 class WorkerHost:
@@ -117,13 +109,13 @@ class WorkerHost:
                 tasks.create_task(self._ranks.run())
                 tasks.create_task(self._work(tasks))
         except* WorkerStopped as group:
-            first = _first(group)
+            first = first_error(group)
             assert isinstance(first, WorkerStopped)
             cause, exit_code = first.cause, first.exit_code
         except* EngineLost as group:
-            cause, exit_code = str(_first(group)), 1
+            cause, exit_code = str(first_error(group)), 1
         except* Exception as group:
-            error = _first(group)
+            error = first_error(group)
             cause, exit_code = f"{type(error).__name__}: {error}", 1
             log.exception("worker_failed worker=%s", self._settings.worker_id, exc_info=error)
         log.info("worker_leaving worker=%s cause=%s", self._settings.worker_id, cause)
@@ -397,13 +389,6 @@ class WorkerHost:
             num_waiting=self._num_waiting,
             bad_frames=self._bad_frames,
         )
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    leaf: BaseException = group
-    while isinstance(leaf, BaseExceptionGroup):
-        leaf = leaf.exceptions[0]
-    return leaf
 
 
 def run_worker(settings: WorkerSettings) -> NoReturn:

@@ -17,6 +17,7 @@ from cluster import messages as wire
 from cluster.frames import BadFrame, reader
 from cluster.host.drain import Carried
 from cluster.host.drain_watch import DrainWatch
+from cluster.host.leaving import WorkerStopped, first_error
 from cluster.simulated.cache_news import CacheNewsTeller
 from cluster.simulated.engine.cost import CostModel
 from cluster.simulated.engine.paged_engine import SimulatedEngine
@@ -41,15 +42,6 @@ _GOODBYE_S = 0.5
 _OUTBOX_S = 1.0
 _LATE_S = 0.1
 """A machine that is so far behind the modelled one does not try to catch up."""
-
-
-class Left(Exception):
-    """The worker must leave; the text is the cause, for the proxy and the log."""
-
-    def __init__(self, cause: str, exit_code: int) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.exit_code = exit_code
 
 
 class SimulatedWorker:
@@ -105,12 +97,12 @@ class SimulatedWorker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._leave_when_told(stop))
                 tasks.create_task(self._work(tasks))
-        except* Left as group:
-            left = _first(group)
-            assert isinstance(left, Left)
+        except* WorkerStopped as group:
+            left = first_error(group)
+            assert isinstance(left, WorkerStopped)
             cause, exit_code = left.cause, left.exit_code
         except* Exception as group:
-            error = _first(group)
+            error = first_error(group)
             cause, exit_code = f"{type(error).__name__}: {error}", 1
             log.exception("worker_failed worker=%s", self._worker_id, exc_info=error)
         log.info("worker_leaving worker=%s cause=%s", self._worker_id, cause)
@@ -119,7 +111,7 @@ class SimulatedWorker:
 
     async def _leave_when_told(self, stop: asyncio.Event) -> None:
         await stop.wait()
-        raise Left("told to stop", 0)
+        raise WorkerStopped("told to stop", 0)
 
     def drain(self) -> bool:
         """Finishes what it has and leaves; False if that was said before, or it is not up yet."""
@@ -132,7 +124,7 @@ class SimulatedWorker:
         cause = await self._drain.run()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._outbox.join(), _OUTBOX_S)  # what it has said comes before its Goodbye
-        raise Left(cause, 0)
+        raise WorkerStopped(cause, 0)
 
     def _carried(self) -> Carried:
         return Carried(len(self._engine.request_ids), self._desk.num_open, self._last_work_s, bool(self._proxy_epoch))
@@ -251,9 +243,9 @@ class SimulatedWorker:
                 self._tell_cached_blocks()
                 log.info("joined worker=%s proxy_epoch=%s", self._worker_id, epoch)
             case wire.Rejected(reason=reason):
-                raise Left(f"the proxy refused this worker: {reason}", 2)
+                raise WorkerStopped(f"the proxy refused this worker: {reason}", 2)
             case wire.Shutdown():
-                raise Left("the proxy shut down", 0)
+                raise WorkerStopped("the proxy shut down", 0)
             case wire.ProxyBeat(proxy_epoch=epoch):
                 if epoch != self._proxy_epoch:
                     self._say_hello()
@@ -331,10 +323,3 @@ class SimulatedWorker:
             self._bad_frames,
             self._engine.tokens_computed,
         )
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    leaf: BaseException = group
-    while isinstance(leaf, BaseExceptionGroup):
-        leaf = leaf.exceptions[0]
-    return leaf
