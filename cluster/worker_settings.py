@@ -8,9 +8,10 @@ worker imports torch or vLLM (core binding, KV space, devices) are in the proces
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import ChunkOrder, LivenessConfig, Role, TransferConfig
+from cluster.settings_document import read_document, write_document
 
 
 class WorkerSettingsError(Exception):
@@ -69,20 +70,9 @@ class WorkerSettings(BaseModel):
 
 def write_worker_settings(settings: WorkerSettings) -> Path:
     """Writes the document into the runtime directory and returns its path."""
-    path = settings.runtime_dir / f"{settings.worker_id}.json"
-    path.touch(mode=0o600)
-    path.write_text(settings.model_dump_json(indent=2))
-    return path
+    return write_document(settings, settings.runtime_dir / f"{settings.worker_id}.json")
 
 
 def read_worker_settings(path: Path) -> WorkerSettings:
     """Reads the document back; raises `WorkerSettingsError` with a sentence for the operator."""
-    try:
-        return WorkerSettings.model_validate_json(path.read_text())
-    except OSError as error:
-        raise WorkerSettingsError(f"cannot read the worker settings {path}: {error.strerror}") from error
-    except ValidationError as error:
-        raise WorkerSettingsError(
-            f"the worker settings {path} do not fit this version of twinpool; start workers with `twinpool serve` "
-            f"of the same installation. {error}"
-        ) from error
+    return read_document(WorkerSettings, path, "worker settings", "start workers with", WorkerSettingsError)

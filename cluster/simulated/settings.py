@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import LivenessConfig, Role, SimulationConfig, TransferConfig
+from cluster.settings_document import read_document, write_document
 from cluster.worker_settings import WorkerSettingsError
 
 
@@ -44,20 +45,9 @@ class SimulatedSettings(BaseModel):
 
 def write_simulated_settings(settings: SimulatedSettings) -> Path:
     """Writes the document into the runtime directory and returns its path."""
-    path = settings.runtime_dir / f"{settings.name}.json"
-    path.touch(mode=0o600)
-    path.write_text(settings.model_dump_json(indent=2))
-    return path
+    return write_document(settings, settings.runtime_dir / f"{settings.name}.json")
 
 
 def read_simulated_settings(path: Path) -> SimulatedSettings:
     """Reads the document back; raises `WorkerSettingsError` with a sentence for the operator."""
-    try:
-        return SimulatedSettings.model_validate_json(path.read_text())
-    except OSError as error:
-        raise WorkerSettingsError(f"cannot read the settings {path}: {error.strerror}") from error
-    except ValidationError as error:
-        raise WorkerSettingsError(
-            f"the settings {path} do not fit this version of twinpool; start workers with `twinpool serve` of the same "
-            f"installation. {error}"
-        ) from error
+    return read_document(SimulatedSettings, path, "settings", "start workers with", WorkerSettingsError)

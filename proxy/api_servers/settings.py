@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import ClusterConfig
 from cluster.launch_local import WorkerCommand
+from cluster.settings_document import read_document, write_document
 from proxy.api_servers.accept_loads import create_loads
 
 ROLE = "api-server"
@@ -76,9 +77,7 @@ def api_server_commands(
             model=model,
             config=config,
         )
-        path = runtime_dir / f"{name}.json"
-        path.touch(mode=0o600)
-        path.write_text(settings.model_dump_json(indent=2))
+        path = write_document(settings, runtime_dir / f"{name}.json")
         argv: Sequence[str] = (sys.executable, "-m", MODULE, str(path))
         log_path = runtime_dir / f"{name}.log"
         commands.append(WorkerCommand(name, ROLE, argv, env, log_path, noun="process", pass_fds=(listening.fileno(),)))
@@ -87,12 +86,4 @@ def api_server_commands(
 
 def read_api_server_settings(path: Path) -> ApiServerSettings:
     """Reads the document back; raises `ApiServerSettingsError` with a sentence for the operator."""
-    try:
-        return ApiServerSettings.model_validate_json(path.read_text())
-    except OSError as error:
-        raise ApiServerSettingsError(f"cannot read the API server settings {path}: {error.strerror}") from error
-    except ValidationError as error:
-        raise ApiServerSettingsError(
-            f"the API server settings {path} do not fit this version of twinpool; they are written by `twinpool serve` "
-            f"of the same installation. {error}"
-        ) from error
+    return read_document(ApiServerSettings, path, "API server settings", "they are written by", ApiServerSettingsError)

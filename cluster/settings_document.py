@@ -1,0 +1,31 @@
+"""The JSON documents (0600, in the runtime directory) by which processes are told what they are."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def write_document(settings: BaseModel, path: Path) -> Path:
+    """Writes `settings` to `path`, which is returned. Nobody else may read it."""
+    path.touch(mode=0o600)
+    path.write_text(settings.model_dump_json(indent=2))
+    return path
+
+
+def read_document(kind: type[Settings], path: Path, what: str, advice: str, failure: type[Exception]) -> Settings:
+    """Reads a document back; raises `failure` with a sentence for the operator.
+
+    `what` names the document in it, `advice` says where such documents come from.
+    """
+    try:
+        return kind.model_validate_json(path.read_text())
+    except OSError as error:
+        raise failure(f"cannot read the {what} {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise failure(
+            f"the {what} {path} do not fit this version of twinpool; {advice} `twinpool serve` of the same "
+            f"installation. {error}"
+        ) from error
