@@ -20,6 +20,14 @@ PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 lab_app = typer.Typer(no_args_is_help=True, help="Measure this machine, and servers.")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers there.")]
+# What `load` and `simulate` both take.
+Speed = Annotated[float, typer.Option(min=0.001, help="Trace: 2 replays it in half of the time.")]
+Share = Annotated[float, typer.Option(min=0.0001, max=1, help="Trace: of its requests, so many are sent.")]
+Lengths = Annotated[float, typer.Option(min=0.001, help="Trace: factor on prompts, blocks and outputs.")]
+MaxPrompt = Annotated[int, typer.Option(min=0, help="Trace: leave longer prompts out. 0: none.")]
+TraceTtft = Annotated[float | None, typer.Option(help="Trace: limit on the time to first token, in seconds.")]
+TraceItl = Annotated[float | None, typer.Option(help="Trace: limit on the gaps between tokens, in seconds.")]
+Seed = Annotated[int, typer.Option(min=0, help="The same seed is the same work.")]
 
 
 @lab_app.command("links")
@@ -57,14 +65,14 @@ def lab_load(
         Path | None,
         typer.Option(metavar="FILE", help="Instead of --work: a trace of Azure, Mooncake or BurstGPT, replayed."),
     ] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Trace: 2 replays it in half of the time.")] = 1.0,
-    share: Annotated[float, typer.Option(min=0.0001, max=1, help="Trace: of its requests, so many are sent.")] = 1.0,
-    lengths: Annotated[float, typer.Option(min=0.001, help="Trace: factor on prompts, blocks and outputs.")] = 1.0,
-    max_prompt: Annotated[int, typer.Option(min=0, help="Trace: leave longer prompts out. 0: none.")] = 0,
-    ttft: Annotated[float | None, typer.Option(help="Trace: limit on the time to first token, in seconds.")] = None,
-    itl: Annotated[float | None, typer.Option(help="Trace: limit on the gaps between tokens, in seconds.")] = None,
+    speed: Speed = 1.0,
+    share: Share = 1.0,
+    lengths: Lengths = 1.0,
+    max_prompt: MaxPrompt = 0,
+    ttft: TraceTtft = None,
+    itl: TraceItl = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long sessions begin, or the part of a trace.")] = 60.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed is the same work.")] = 1,
+    seed: Seed = 1,
     process: Annotated[
         Literal["poisson", "gamma", "even"], typer.Option(help="How sessions arrive; gamma comes in bursts.")
     ] = "poisson",
@@ -121,14 +129,14 @@ def lab_simulate(
         list[str] | None, typer.Option("--work", "-w", metavar="CLASS", help="As for `twinpool lab load`.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="As for `twinpool lab load`.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Trace: 2 replays it in half of the time.")] = 1.0,
-    share: Annotated[float, typer.Option(min=0.0001, max=1, help="Trace: of its requests, so many are sent.")] = 1.0,
-    lengths: Annotated[float, typer.Option(min=0.001, help="Trace: factor on prompts, blocks and outputs.")] = 1.0,
-    max_prompt: Annotated[int, typer.Option(min=0, help="Trace: leave longer prompts out. 0: none.")] = 0,
-    ttft: Annotated[float | None, typer.Option(help="Trace: limit on the time to first token, in seconds.")] = None,
-    itl: Annotated[float | None, typer.Option(help="Trace: limit on the gaps between tokens, in seconds.")] = None,
+    speed: Speed = 1.0,
+    share: Share = 1.0,
+    lengths: Lengths = 1.0,
+    max_prompt: MaxPrompt = 0,
+    ttft: TraceTtft = None,
+    itl: TraceItl = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long requests come, in simulated time.")] = 120.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed is the same work.")] = 1,
+    seed: Seed = 1,
     incident: Annotated[
         list[str] | None, typer.Option(help="decode-3@20: that worker dies after 20 s; +decode-3@40: it comes (back).")
     ] = None,

@@ -19,7 +19,7 @@ from rich.text import Text
 from lab.load.arrivals import Process
 from lab.load.client import Record, Target
 from lab.load.drive import Load
-from lab.load.plan import plan_sessions, replay
+from lab.load.plan import TRACE_CLASS, plan_sessions, replay, trace_work
 from lab.load.prompts import NoTokenizer, Prompts, local_tokenizer, server_tokenizer
 from lab.load.summary import Summary, summarize
 from lab.load.table import tables
@@ -30,7 +30,6 @@ from lab.traces.trace import Scaling, TraceRequest, scale
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 _MODELS_TIMEOUT_S = 10.0
 _REFRESH_S = 0.5
-TRACE_CLASS = "trace"
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,7 @@ def _classes(options: LoadOptions, trace: Sequence[TraceRequest]) -> list[WorkCl
         return classes
     if not trace:
         raise WorkError(f"nothing is left of the trace {options.trace}: keep more of it")
-    span_s = max(trace[-1].at_s, 1e-9)
-    prompt = sum(request.prompt_tokens for request in trace) // len(trace)
-    output = sum(request.output_tokens for request in trace) // len(trace)
-    return [WorkClass(TRACE_CLASS, len(trace) / span_s, prompt, output, options.ttft_s, options.itl_s)]
+    return [trace_work(trace, options.ttft_s, options.itl_s)]
 
 
 def _write(lines: RawIOBase | None, record: Record) -> None:

@@ -8,6 +8,8 @@ from lab.load.arrivals import Process, arrival_times
 from lab.load.work import WorkClass
 from lab.traces.trace import TraceRequest
 
+TRACE_CLASS = "trace"
+
 # Seeds of articles: sessions, what classes share, and blocks of traces have ranges of their own.
 _TURNS_PER_SESSION = 997
 _SESSIONS_PER_SEED = 10**6
@@ -65,6 +67,14 @@ def plan_sessions(
             turns[0] = Turn((shared, *turns[0].pieces), work.output_tokens)
         sessions.append(Session(at_s, work.name, number, tuple(turns), work.think_s))
     return sessions
+
+
+def trace_work(trace: Sequence[TraceRequest], ttft_s: float | None, itl_s: float | None) -> WorkClass:
+    """The class of a trace's requests: their rate and their mean lengths, and the limits that they are held to."""
+    prompt = sum(request.prompt_tokens for request in trace) // len(trace)
+    output = sum(request.output_tokens for request in trace) // len(trace)
+    rate_per_s = len(trace) / max(trace[-1].at_s, 1e-9)
+    return WorkClass(TRACE_CLASS, rate_per_s, prompt, output, ttft_s, itl_s)
 
 
 def replay(trace: Sequence[TraceRequest], work: str, seed: int) -> list[Session]:

@@ -116,7 +116,6 @@ class SimulatedCluster:
         self._prefill: dict[str, PrefillWorker] = {}
         self._decode: dict[str, DecodeWorker] = {}
         self._gone: list[PrefillWorker | DecodeWorker] = []
-        self._lives = 0
         self._open: dict[str, Request] = {}
         self._all: list[Request] = []
         self._decode_tokens = 0
@@ -300,7 +299,6 @@ class SimulatedCluster:
         return Steps(asked.model, asked.gpu, tensor_parallel, asked.weight_bytes, asked.kv_bytes, asked.efficiency)
 
     def _start(self, worker_id: str) -> None:
-        self._lives += 1
         if worker_id.startswith("prefill"):
             self._prefill[worker_id] = PrefillWorker(
                 self._env, worker_id, self._steps["prefill"], self._rules.chunk_tokens, self._prefilled

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from lab.load.plan import Session, plan_sessions, replay
+from lab.load.plan import TRACE_CLASS, Session, plan_sessions, replay, trace_work
 from lab.load.summary import summarize
 from lab.load.table import tables
 from lab.load.work import WorkClass, WorkError, parse_work
@@ -31,7 +31,6 @@ _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 _PICTURES = (".png", ".svg", ".pdf")
 _POOLS = re.compile(r"(\d+)x(\d+)\+(\d+)x(\d+)")
 _INCIDENT = re.compile(r"(\+?)((?:prefill|decode)-\d+)@([\d.]+)")
-TRACE_CLASS = "trace"
 
 
 class SimulateError(ValueError):
@@ -120,10 +119,7 @@ def _load(options: SimulateOptions) -> tuple[list[WorkClass], list[Session]]:
     trace = scale(read_trace(options.trace), options.scaling, options.seed)
     if not trace:
         raise SimulateError(f"nothing is left of the trace {options.trace}: keep more of it")
-    prompt = sum(request.prompt_tokens for request in trace) // len(trace)
-    output = sum(request.output_tokens for request in trace) // len(trace)
-    rate = len(trace) / max(trace[-1].at_s, 1e-9)
-    work = WorkClass(TRACE_CLASS, rate, prompt, output, options.ttft_s, options.itl_s)
+    work = trace_work(trace, options.ttft_s, options.itl_s)
     return [work], replay(trace, TRACE_CLASS, options.seed)
 
 
