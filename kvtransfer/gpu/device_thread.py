@@ -44,7 +44,9 @@ class DeviceThread:
         self.error: BaseException | None = None
         self._device = device
         self._on_error = on_error
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: CPython's, when preempted at the wrong moment, counts a short timeout below 0 and then
+        # waits for ever.
+        self._calls: queue.Queue[Call | None] = queue.Queue()
         self._awaited: list[_Awaited] = []
         self._timers: list[tuple[float, Call]] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

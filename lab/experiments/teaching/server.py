@@ -25,7 +25,7 @@ class TeachingServer:
     def __init__(self, way: Way, model_path: str) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
         self._steps = Steps(num_waiting=self._jobs.qsize)
         self._failure = ""
         self._thread = threading.Thread(target=self._work, args=(way, model), name="teaching", daemon=True)

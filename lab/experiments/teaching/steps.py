@@ -50,7 +50,7 @@ class Steps:
         self.shapes.append(StepShape(time.monotonic(), sequences, tokens, self.num_waiting()))
 
 
-def work(way: Way, model: Model, jobs: "queue.SimpleQueue[Job | None]", steps: Steps) -> None:
+def work(way: Way, model: Model, jobs: "queue.Queue[Job | None]", steps: Steps) -> None:
     """Serves jobs until None comes."""
     with torch.inference_mode():
         while (job := jobs.get()) is not None:
@@ -65,7 +65,7 @@ def work(way: Way, model: Model, jobs: "queue.SimpleQueue[Job | None]", steps: S
                 _uncached(model, job, steps)
 
 
-def _fill(first: Job, jobs: "queue.SimpleQueue[Job | None]") -> tuple[list[Job], bool]:
+def _fill(first: Job, jobs: "queue.Queue[Job | None]") -> tuple[list[Job], bool]:
     batch = [first]
     until_s = time.monotonic() + BATCH_WAIT_S
     while len(batch) < STATIC_BATCH:

@@ -226,7 +226,7 @@ class FakeProcess:
 
     def view(self, address: int, size: int) -> Bytes:
         """The bytes there; the device faults when there are none."""
-        for base, memory in self.memories.items():
+        for base, memory in list(self.memories.items()):
             if base <= address and address + size <= base + memory.data.nbytes and not memory.is_freed:
                 return memory.data[address - base : address - base + size]
         self.error = CUDARuntimeError("cudaErrorIllegalAddress")
@@ -252,7 +252,7 @@ class FakeProcess:
         """SIGKILL: what it had in its streams stops, its memory goes."""
         with self.machine.changed:
             self.is_alive = False
-            for memory in self.memories.values():
+            for memory in list(self.memories.values()):
                 if memory.owner is self and memory.kind != "pinned":
                     memory.data[:] = self.machine.garbage(memory.data.nbytes)
             self.machine.changed.notify_all()
@@ -302,7 +302,7 @@ class FakeProcess:
         if pid == self.pid or exporter is None or not exporter.is_alive or address not in exporter.memories:
             raise CUDARuntimeError("cudaErrorInvalidResourceHandle" if pid != self.pid else "cudaErrorInvalidContext")
         memory = exporter.memories[address]
-        for here, known in self.memories.items():
+        for here, known in list(self.memories.items()):
             if known is memory:
                 self.opened[here] += 1
                 return here
@@ -320,14 +320,14 @@ class FakeProcess:
             del self.opened[address], self.memories[address]
 
     def _address_range(self, base: Any, size: Any, address: ctypes.c_uint64) -> int:
-        for first, memory in self.memories.items():
+        for first, memory in list(self.memories.items()):
             if first <= address.value < first + memory.data.nbytes:
                 base._obj.value, size._obj.value = first, memory.data.nbytes
                 return 0
         return _INVALID_VALUE
 
     def _pointer_attribute(self, value: Any, attribute: int, address: ctypes.c_uint64) -> int:
-        for first, memory in self.memories.items():
+        for first, memory in list(self.memories.items()):
             if first <= address.value < first + memory.data.nbytes:
                 value._obj.value = {10: memory.kind == "malloc", 17: 1 if memory.kind == "pool" else None}[attribute]
                 return 0

@@ -167,8 +167,9 @@ class FakeCommunicator:
             self._network.num_sent += kind == "send"
             group: list[tuple[FakeStream, _Message]] | None = getattr(self.process.thread_state, "group", None)
             if group is None:
-                self.world.posted[self.rank].append(message)
-                self.process.streams[stream].put(message)
+                with self.process.machine.changed:
+                    self.world.posted[self.rank].append(message)
+                    self.process.streams[stream].put(message)
             else:
                 group.append((self.process.streams[stream], message))
         finally:
@@ -234,8 +235,9 @@ class FakeNetwork:
         group: list[tuple[FakeStream, _Message]] = process.thread_state.group
         process.thread_state.group = None
         messages = [message for _, message in group]
-        for _, message in group:
-            message.group = messages
-            message.communicator.world.posted[message.communicator.rank].append(message)
-        for stream, message in group:
-            stream.put(message)
+        with process.machine.changed:
+            for _, message in group:
+                message.group = messages
+                message.communicator.world.posted[message.communicator.rank].append(message)
+            for stream, message in group:
+                stream.put(message)

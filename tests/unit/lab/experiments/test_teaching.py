@@ -37,7 +37,7 @@ def alone(prompt: list[int], max_tokens: int) -> list[int]:
 
 
 def serve(way: Way, requests: list[tuple[list[int], int]]) -> tuple[list[list[int | None]], Steps]:
-    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    jobs: queue.Queue[Job | None] = queue.Queue()
     replies: list[list[int | None]] = []
     for prompt, max_tokens in requests:
         reply: list[int | None] = []
@@ -65,7 +65,7 @@ def test_the_shapes_of_the_steps_show_what_each_way_wastes() -> None:
 
 
 def test_nobody_computes_for_a_client_that_left() -> None:
-    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    jobs: queue.Queue[Job | None] = queue.Queue()
     reply: list[int | None] = []
     jobs.put(Job([1, 2], 5, reply.append, is_gone=lambda: True))
     jobs.put(None)
