@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.fleet.launcher import Launcher, MakeLauncher
 from cluster.fleet.restarts import Mode, Outlook, Restarts, StartAgain, StayDown
 from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
 from cluster.simulated.launch import is_simulated, simulated_in_role
@@ -50,8 +51,10 @@ class WorkerDown:
 class Fleet:
     """Owns the launcher. `on_down` is called in the event loop at once when a worker's process ends."""
 
-    def __init__(self, mode: Mode, on_down: Callable[[WorkerDown], None]) -> None:
-        self.launcher = LocalLauncher(self._ended)
+    def __init__(
+        self, mode: Mode, on_down: Callable[[WorkerDown], None], make_launcher: MakeLauncher = LocalLauncher
+    ) -> None:
+        self.launcher: Launcher = make_launcher(self._ended)
         self._restarts = Restarts(mode)
         self._on_down = on_down
         self._serving = False
