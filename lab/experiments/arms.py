@@ -1,36 +1,50 @@
 """From an arm to the servers that have to be started for it."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.preflight.machine import Machine
-from lab.experiments.experiment import Arm, ContinuousArm, DisaggregatedArm, ExperimentError, TeachingArm
+from lab.experiments.experiment import Arm, ContinuousArm, DisaggregatedArm, Experiment, ExperimentError, TeachingArm
 from lab.launches import bare_vllm, twinpool
+from lab.load.work import WorkClass
 from lab.server_process import Launch, free_port
 
 SERVED_NAME = "lab"
+CLASS_HEADER = "X-Slo-Class"
+"""Tells a cluster what kind of request it is."""
 _KV_GIB_OF_ALL = 4
 """KV memory on CPUs, shared by the servers of an arm."""
 
 
-def launches(arm: Arm, model: str, engine: Mapping[str, Any], machine: Machine, directory: Path) -> list[Launch]:
+def launches(experiment: Experiment, arm: Arm, model: str, machine: Machine, directory: Path) -> list[Launch]:
     """The servers of an arm. Raises `ExperimentError` when the machine is too small for them."""
     match arm:
         case TeachingArm():
             return [_teaching(arm, model)]
         case ContinuousArm():
-            return _continuous(arm, model, engine, machine)
+            return _continuous(arm, model, experiment.engine, machine)
         case DisaggregatedArm():
             config = {
                 "model": model,
                 "served_model_name": SERVED_NAME,
                 **arm.config,
-                "engine": {**engine, **arm.config.get("engine", {})},
+                "engine": {**experiment.engine, **arm.config.get("engine", {})},
             }
+            config["slo"] = _slo(experiment.classes(arm, 1.0), arm.config.get("slo", {}))
             config["server"] = {**arm.config.get("server", {}), "port": free_port()}
             return [twinpool(_slug(arm.name), config, directory)]
+
+
+def _slo(classes: Sequence[WorkClass], configured: Mapping[str, Any]) -> dict[str, Any]:
+    """A class of requests per kind of work, with its limits, beside what the arm itself configures."""
+    named = {
+        work.name: {key: value for key, value in (("ttft_s", work.ttft_s), ("itl_s", work.itl_s)) if value is not None}
+        for work in classes
+    }
+    given: Mapping[str, Any] = configured.get("classes", {})
+    return {**configured, "classes": {name: {**named.get(name, {}), **given.get(name, {})} for name in named | given}}
 
 
 def _continuous(arm: ContinuousArm, model: str, engine: Mapping[str, Any], machine: Machine) -> list[Launch]:

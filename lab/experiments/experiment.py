@@ -41,7 +41,7 @@ class ContinuousArm(_Arm):
 
 
 class DisaggregatedArm(_Arm):
-    """A twinpool cluster."""
+    """A twinpool cluster. It is told the limits that its requests are judged by, a class of requests for each kind."""
 
     kind: Literal["disaggregated"]
     config: dict[str, Any] = Field(default={}, description="Its configuration, as in cluster.yaml, without the model.")

@@ -9,8 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from cluster.preflight.machine import Machine
-from lab.experiments.arms import SERVED_NAME, launches
-from lab.experiments.experiment import Arm, Experiment, ExperimentError, SearchSettings, TeachingArm
+from lab.experiments.arms import CLASS_HEADER, SERVED_NAME, launches
+from lab.experiments.experiment import (
+    Arm,
+    DisaggregatedArm,
+    Experiment,
+    ExperimentError,
+    SearchSettings,
+    TeachingArm,
+)
 from lab.experiments.goodput import GoodputSearch
 from lab.experiments.observe import kv_bytes, steps_since, watch_shapes
 from lab.experiments.results import Results, Run, StepShape
@@ -58,7 +65,7 @@ def _run_arm(
     began_s = time.monotonic()
     servers: list[Server] = []
     try:
-        for launch in launches(arm, model, experiment.engine, machine, directory):
+        for launch in launches(experiment, arm, model, machine, directory):
             servers.append(Server(launch, directory))  # noqa: PERF401 - those that have started must be ended
         for server in servers:
             server.wait_until_healthy()
@@ -109,7 +116,8 @@ async def _measure(
         Target(server.url, SERVED_NAME, {}, {"ignore_eos": True, "return_token_ids": True}, _REQUEST_TIMEOUT_S)
         for server in servers
     ]
-    load = Load(targets, sessions, prompts, lambda _record: None)
+    class_header = CLASS_HEADER if isinstance(arm, DisaggregatedArm) else ""
+    load = Load(targets, sessions, prompts, lambda _record: None, class_header)
     shapes: list[StepShape] = []
     moved = await kv_bytes(servers)
     began_s = time.monotonic()

@@ -19,6 +19,7 @@ from lab.links.plot import can_plot, save_plot
 from lab.links.report import Machine, Report, Skipped
 from lab.links.shapes import REAL_SHAPES
 from lab.links.table import tables
+from lab.output_file import why_unwritable
 
 CPU_PLACEMENTS = (
     Placement(("memcpy", "readv", "tcp", "host", "zmq")),
@@ -121,9 +122,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 def _why_unwritable(json_file: Path | None, plot_file: Path | None) -> str:
     """Known before minutes have been spent on measuring; empty when all is well."""
-    for option, file in (("--json", json_file), ("--plot", plot_file)):
-        if file is not None and not file.absolute().parent.is_dir():
-            return f"{option} {file}: the directory {file.absolute().parent} does not exist."
+    if complaint := why_unwritable("--json", json_file) or why_unwritable("--plot", plot_file):
+        return f"{complaint}."
     if plot_file is not None and plot_file.suffix not in _PICTURES:
         return f"--plot {plot_file}: the name should end in one of {', '.join(_PICTURES)}."
     if plot_file is not None and not can_plot():

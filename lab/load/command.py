@@ -24,6 +24,7 @@ from lab.load.prompts import NoTokenizer, Prompts, local_tokenizer, server_token
 from lab.load.summary import Summary, summarize
 from lab.load.table import tables
 from lab.load.work import WorkClass, WorkError, parse_work
+from lab.output_file import why_unwritable
 from lab.traces.formats import TraceError, read_trace
 from lab.traces.trace import Scaling, TraceRequest, scale
 
@@ -64,6 +65,8 @@ def run_load(options: LoadOptions) -> int:
     try:
         trace = scale(read_trace(options.trace), options.scaling, options.seed) if options.trace else []
         classes = _classes(options, trace)
+        if complaint := why_unwritable("--json", options.json_file):
+            raise WorkError(complaint)
         url = options.url.rstrip("/").removesuffix("/v1")
         model = options.model or _first_model(url, options.api_key)
         encode = (

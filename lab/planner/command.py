@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
+from lab.output_file import why_unwritable
 from lab.planner.capacity import Workload
 from lab.planner.gpus import GPUS
 from lab.planner.models import UnknownModel, find_model
@@ -55,6 +56,8 @@ def run_plan(options: PlanOptions) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         asked, rate = _asked(options)
+        if complaint := why_unwritable("--json", options.json_file):
+            raise PlanError(complaint)
     except (PlanError, UnknownModel) as error:
         errors.print(f"twinpool: {error}", style="red", markup=False, soft_wrap=True)
         return _EXIT_USAGE

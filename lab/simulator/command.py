@@ -15,6 +15,7 @@ from lab.load.plan import TRACE_CLASS, Session, plan_sessions, replay, trace_wor
 from lab.load.summary import summarize
 from lab.load.table import tables
 from lab.load.work import WorkClass, WorkError, parse_work
+from lab.output_file import why_unwritable
 from lab.planner.capacity import Workload
 from lab.planner.gpus import GPUS
 from lab.planner.models import UnknownModel, find_model
@@ -64,7 +65,7 @@ def run_simulate(options: SimulateOptions) -> int:
     """Returns the exit status."""
     errors = Console(stderr=True, highlight=False)
     try:
-        _check_plot(options)
+        _check_files(options)
         classes, sessions = _load(options)
         asked = _asked(options, classes, sessions)
         if options.sweep_gpus:
@@ -78,8 +79,10 @@ def run_simulate(options: SimulateOptions) -> int:
         return _EXIT_INTERRUPTED
 
 
-def _check_plot(options: SimulateOptions) -> None:
+def _check_files(options: SimulateOptions) -> None:
     """Before a sweep of minutes."""
+    if complaint := why_unwritable("--json", options.json_file):
+        raise SimulateError(complaint)
     file = options.plot_file
     if file is None:
         return

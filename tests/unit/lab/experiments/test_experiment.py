@@ -21,19 +21,35 @@ def test_every_shipped_experiment_can_be_launched(name: str, tmp_path: Path) -> 
     experiment = load_experiment(name)
     assert experiment.about
     for arm in experiment.arms:
-        servers = launches(arm, "model", experiment.engine, TWO_CORES, tmp_path)
+        servers = launches(experiment, arm, "model", TWO_CORES, tmp_path)
         assert servers
         assert len({server.port for server in servers}) == len(servers)
         if isinstance(arm, DisaggregatedArm):
-            load_config(Path(servers[0].command[-1]), [])  # raises what a cluster would refuse
+            config = load_config(Path(servers[0].command[-1]), [])  # raises what a cluster would refuse
+            limits = {work.name: (work.ttft_s, work.itl_s) for work in experiment.classes(arm, 1)}
+            assert {name: (kind.ttft_s, kind.itl_s) for name, kind in config.slo.classes.items()} == limits
 
 
 def test_replicas_share_the_cores_evenly(tmp_path: Path) -> None:
+    experiment = load_experiment("slo-separation")
     arm = ContinuousArm(name="two", kind="continuous", replicas=2)
-    bound = [s.env["VLLM_CPU_OMP_THREADS_BIND"] for s in launches(arm, "m", {}, TWO_CORES, tmp_path)]
+    servers = launches(experiment, arm, "m", TWO_CORES, tmp_path)
+    bound = [server.env["VLLM_CPU_OMP_THREADS_BIND"] for server in servers]
     assert bound == ["0", "1"]
     with pytest.raises(ExperimentError, match="3 replicas do not share 2 cores"):
-        launches(ContinuousArm(name="three", kind="continuous", replicas=3), "m", {}, TWO_CORES, tmp_path)
+        launches(experiment, ContinuousArm(name="three", kind="continuous", replicas=3), "m", TWO_CORES, tmp_path)
+
+
+def test_a_class_that_an_arm_configures_keeps_what_it_says(tmp_path: Path) -> None:
+    experiment = load_experiment("slo-separation")
+    slo = {"on_overload": "reject", "classes": {"chat": {"ttft_s": 2.5, "priority": -1}}}
+    arm = DisaggregatedArm(name="mine", kind="disaggregated", config={"slo": slo})
+    (server,) = launches(experiment, arm, "m", TWO_CORES, tmp_path)
+    config = load_config(Path(server.command[-1]), []).slo
+    chat, report = config.classes["chat"], config.classes["report"]
+    assert (chat.ttft_s, chat.itl_s, chat.priority) == (2.5, 0.1, -1)
+    assert (report.ttft_s, report.itl_s) == (8, 0.2)
+    assert config.on_overload == "reject"
 
 
 @pytest.mark.parametrize(

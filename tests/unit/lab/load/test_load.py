@@ -26,13 +26,17 @@ TOKENIZER = "tokenizer.json"
 
 
 class FakeServer:
-    """Answers with as many tokens as it is asked for; `refuse` and `cut` say what becomes of requests by number."""
+    """Answers with as many tokens as it is asked for; the sets say what becomes of requests by number, midway."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.refuse: set[int] = set()
         self.cut: set[int] = set()
+        self.drop: set[int] = set()
+        """The connection breaks."""
+        self.stall: set[int] = set()
+        self.shorten: set[int] = set()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop = asyncio.new_event_loop()
@@ -47,7 +51,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._complete)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         self._loop.run_until_complete(runner.setup())
         self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", self.port).start())
         self._ready.set()
@@ -78,6 +82,16 @@ class FakeServer:
             if number in self.cut and index == 1:
                 await answer.write(b'data: {"error": {"message": "a worker died"}}\n\n')
                 return answer
+            if number in self.drop and index == 1:
+                assert request.transport is not None
+                request.transport.abort()
+                return answer
+            if number in self.stall and index == 1:
+                await asyncio.Event().wait()
+            if number in self.shorten and index == 1:
+                await answer.write(b'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n')
+                return answer
+            await answer.write(b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % index)
             choice = {"text": "x", "token_ids": [7], "finish_reason": None}
             await answer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             await asyncio.sleep(STEP_S)
@@ -119,6 +133,25 @@ def test_every_request_is_measured_at_the_client(server: FakeServer, tmp_path: P
     assert "a worker died" in done.stdout
 
 
+def test_what_breaks_stalls_or_ends_early_is_recorded_as_it_was(server: FakeServer, tmp_path: Path) -> None:
+    server.drop, server.stall, server.shorten = {0}, {1}, {2}
+    lines = tmp_path / "records.jsonl"
+    arguments = ("-w", "chat=8/s,12+5,ttft=9,itl=9", "--process", "even", "--seconds", "0.6", "--timeout-s", "1")
+    done = load(server, *arguments, "--jsonl", str(lines))
+    assert done.exit_code == 0, done.stderr
+    records = [msgspec.json.decode(line, type=Record) for line in lines.read_bytes().splitlines()]
+    dropped, stalled, short, whole = sorted(records, key=lambda record: record.sent_s)
+    assert "Error" in dropped.error
+    assert stalled.error == "no end within 1 s"
+    assert stalled.end_to_end_s >= 1
+    assert short.error == "1 tokens of 5"
+    assert not whole.error
+    # Events that hold only usage are no tokens and make no gaps.
+    assert (whole.tokens, len(whole.gaps_s)) == (5, 4)
+    assert all(record.ttft_s is not None and record.gaps_s == [] for record in (dropped, stalled, short))
+    assert "25.0 %" in done.stdout
+
+
 def test_a_later_turn_repeats_what_was_said(server: FakeServer, tmp_path: Path) -> None:
     lines = tmp_path / "records.jsonl"
     done = load(server, "-w", "talk=9/s,40+3,turns=3,think=0", "--seconds", "0.3", "--jsonl", str(lines))
@@ -156,6 +189,16 @@ def test_what_is_wrong_is_said_in_a_sentence(server: FakeServer) -> None:
     done = load(server, "-w", "chat=1,12+5")
     assert done.exit_code == 2
     assert "the form is" in done.stderr
+
+
+def test_a_summary_that_cannot_be_written_is_said_before_the_first_request(server: FakeServer, tmp_path: Path) -> None:
+    done = load(server, "-w", "chat=9/s,12+5", "--seconds", "0.3", "--json", str(tmp_path / "none" / "x.json"))
+    assert done.exit_code == 2
+    assert "does not exist" in done.stderr
+    done = load(server, "-w", "chat=9/s,12+5", "--seconds", "0.3", "--json", str(tmp_path))
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
+    assert server.bodies == []
 
 
 def test_a_trace_is_replayed_with_what_its_prompts_share(server: FakeServer, tmp_path: Path) -> None:

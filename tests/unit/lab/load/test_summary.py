@@ -1,3 +1,6 @@
+import random
+import statistics
+
 import pytest
 
 from lab.load.client import Record
@@ -41,6 +44,22 @@ def test_every_gap_counts_and_failed_requests_do_not() -> None:
     assert total.itl_s.p50 == pytest.approx(0.2)
     assert total.itl_s.max == pytest.approx(0.3)
     assert total.second_gap_s.p50 == pytest.approx(0.2)
+
+
+def test_percentiles_are_those_of_an_independent_computation() -> None:
+    rng = random.Random(3)
+    records = [record(ttft_s=rng.expovariate(2), gaps_s=[rng.random() / 5 for _ in range(9)]) for _ in range(57)]
+    (chat,) = summarize([WORK], records, seconds=1).classes
+    for spread, samples in (
+        (chat.ttft_s, [r.ttft_s or 0.0 for r in records]),
+        (chat.itl_s, [gap for r in records for gap in r.gaps_s]),
+    ):
+        hundredths = statistics.quantiles(samples, n=100, method="inclusive")
+        found = (spread.p50, spread.p90, spread.p99, spread.max)
+        assert found == pytest.approx((hundredths[49], hundredths[89], hundredths[98], max(samples)))
+    slowest = [statistics.quantiles(r.gaps_s, n=100, method="inclusive")[98] for r in records]
+    good = sum((r.ttft_s or 0.0) <= 1 and gap <= 0.1 for r, gap in zip(records, slowest, strict=True))
+    assert chat.good == good
 
 
 def test_without_limits_there_is_no_goodput() -> None:
