@@ -8,6 +8,9 @@ TimeLimit = Annotated[float, msgspec.Meta(gt=0)] | None
 """Seconds to finish everything; None: `drain_timeout_s` of the configuration."""
 
 
+SCALE_PATH = "/admin/scale"
+
+
 class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /twinpool/workers/{id}/drain`: finish everything, then leave."""
 
@@ -31,6 +34,14 @@ class RestartOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The id of one, `prefill`, `decode` or `all`."""
     timeout_s: TimeLimit = None
     force: bool = False
+
+
+class ScaleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST` to `SCALE_PATH`: afterwards a pool has so many workers."""
+
+    pool: Literal["prefill", "decode"]
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=1024)]
+    timeout_s: TimeLimit = None
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from cluster.config import ClusterConfig, PoolConfig, Role
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem
+from cluster.seats import DEVICES, ROLES, Seats
 from cluster.vllm_idle_wait import VARIABLE as ENGINE_WAITS
 
 _GIB = 1 << 30
@@ -39,36 +40,54 @@ class WorkerPlan:
     """There is no engine, see `cluster.simulated`."""
 
 
-def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:
-    """The workers of a configuration on this machine, prefill first; raises `ConfigError` when they do not fit."""
-    seats = [(role, index) for role in _roles() for index in range(config.pools.of(role).replicas)]
-    num_ranks = sum(config.pools.of(role).tensor_parallel for role, _ in seats)
-    cores = _split_cores(machine, num_ranks) if machine.on_cpu else []
-    others_bytes = (config.server.api_servers - 1) * _API_SERVER_BYTES
-    kv_bytes = _default_kv_bytes(machine, num_ranks, len(seats), model, others_bytes)
-    gpus = _GpuHand(machine.gpus, _num_gpus_wanted(config))
-    plans = []
-    for role, index in seats:
-        pool = config.pools.of(role)
-        cores_of_ranks = tuple(cores[: pool.tensor_parallel])
-        cores = cores[pool.tensor_parallel :]
-        env = {} if machine.on_cpu else gpus.take(pool)
-        if machine.on_cpu:
-            cores_of_ranks, env = _bind(cores_of_ranks, pool, machine)
-        plans.append(
-            WorkerPlan(
-                worker_id=f"{role}-{index}",
-                role=role,
-                engine=_engine_options(config, pool, machine, kv_bytes),
-                env={**_defaults_for_environment(model, machine), **env, **pool.env},
-                cores=cores_of_ranks,
+class WorkerPlanner:
+    """Plans the workers of a configuration on one machine: those it starts with, and those that come later."""
+
+    def __init__(self, config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> None:
+        self._config, self._machine, self._model = config, machine, model
+        pools = [config.pools.of(role) for role in ROLES]
+        num_workers = sum(pool.replicas for pool in pools)
+        num_ranks = sum(pool.replicas * pool.tensor_parallel for pool in pools)
+        others_bytes = (config.server.api_servers - 1) * _API_SERVER_BYTES
+        self._kv_bytes = _default_kv_bytes(machine, num_ranks, num_workers, model, others_bytes)
+        self._seats = Seats(machine, _split_cores(machine, num_ranks) if machine.on_cpu else [])
+
+    def first(self) -> list[WorkerPlan]:
+        """The workers that the cluster starts with, prefill first; raises `ConfigError` when they do not fit."""
+        num_gpus, wanted = len(self._machine.gpus), _num_gpus_wanted(self._config)
+        if num_gpus and wanted > num_gpus:
+            raise ConfigError(
+                [
+                    Problem(
+                        "pools",
+                        f"both pools together need {wanted} GPUs, this machine shows {num_gpus}",
+                        "Lower replicas or tensor_parallel, or let workers share: set "
+                        "pools.<role>.env.CUDA_VISIBLE_DEVICES and pools.<role>.engine.gpu_memory_utilization",
+                    )
+                ]
             )
+        return [self.next(role) for role in ROLES for _ in range(self._config.pools.of(role).replicas)]
+
+    def next(self, role: Role) -> WorkerPlan:
+        """One more worker of a pool, with an id that none has had; raises `NothingFree`."""
+        pool = self._config.pools.of(role)
+        seat = self._seats.take(role, pool)
+        return WorkerPlan(
+            worker_id=seat.worker_id,
+            role=role,
+            engine=_engine_options(self._config, pool, self._machine, self._kv_bytes),
+            env={**_defaults_for_environment(self._model, self._machine), **seat.env, **pool.env},
+            cores=seat.cores,
         )
-    return plans
+
+    def left(self, worker_id: str) -> None:
+        """Nothing is left of a worker; what it computed on may be dealt again."""
+        self._seats.give_back(worker_id)
 
 
-def _roles() -> tuple[Role, Role]:
-    return ("prefill", "decode")
+def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:
+    """The workers that a cluster starts with on this machine; see `WorkerPlanner.first`."""
+    return WorkerPlanner(config, machine, model).first()
 
 
 def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, kv_bytes: int) -> dict[str, Any]:
@@ -81,16 +100,6 @@ def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, k
         if "VLLM_CPU_KVCACHE_SPACE" not in pool.env and not machine.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = kv_bytes
     return {**defaults, **config.engine, **pool.engine, "tensor_parallel_size": pool.tensor_parallel}
-
-
-def _bind(
-    cores: tuple[tuple[int, ...], ...], pool: PoolConfig, machine: Machine
-) -> tuple[tuple[tuple[int, ...], ...], dict[str, str]]:
-    """The cores of a worker's ranks in vLLM's notation, `0-3|4-7`, unless the operator binds threads himself."""
-    name = "VLLM_CPU_OMP_THREADS_BIND"
-    if name in pool.env or machine.environ.get(name):
-        return (), {}
-    return cores, {name: "|".join(",".join(str(cpu) for cpu in of_rank) for of_rank in cores)}
 
 
 def _split_cores(machine: Machine, num_ranks: int) -> list[tuple[int, ...]]:
@@ -131,29 +140,5 @@ def _defaults_for_environment(model: ModelFacts | None, machine: Machine) -> dic
 
 
 def _num_gpus_wanted(config: ClusterConfig) -> int:
-    pools = [config.pools.of(role) for role in _roles()]
-    return sum(pool.replicas * pool.tensor_parallel for pool in pools if "CUDA_VISIBLE_DEVICES" not in pool.env)
-
-
-class _GpuHand:
-    """Deals GPUs to workers in order."""
-
-    def __init__(self, gpus: tuple[str, ...], num_wanted: int) -> None:
-        if gpus and num_wanted > len(gpus):
-            raise ConfigError(
-                [
-                    Problem(
-                        "pools",
-                        f"both pools together need {num_wanted} GPUs, this machine shows {len(gpus)}",
-                        "Lower replicas or tensor_parallel, or let workers share: set "
-                        "pools.<role>.env.CUDA_VISIBLE_DEVICES and pools.<role>.engine.gpu_memory_utilization",
-                    )
-                ]
-            )
-        self._left = gpus
-
-    def take(self, pool: PoolConfig) -> dict[str, str]:
-        if "CUDA_VISIBLE_DEVICES" in pool.env:
-            return {}
-        mine, self._left = self._left[: pool.tensor_parallel], self._left[pool.tensor_parallel :]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    pools = [config.pools.of(role) for role in ROLES]
+    return sum(pool.replicas * pool.tensor_parallel for pool in pools if DEVICES not in pool.env)

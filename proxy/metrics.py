@@ -6,7 +6,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from cluster.messages import HandoverClosed, WorkerLoad
 from proxy.flights.lifetime import FirstTokenParts, SecondTokenParts
-from proxy.prefixes.prefix_metrics import PrefixMetrics
+from proxy.prefixes.prefix_metrics import PrefixMetrics, forget_worker
 from proxy.scheduling.place import REASONS
 from proxy.slo.metrics import SloMetrics
 
@@ -201,6 +201,14 @@ class ProxyMetrics:
                 rate = (num_bytes - before[0]) / (seconds - before[1]) / 1e9
                 self.worker_gigabytes_per_second.labels(worker_id, link, direction).set(rate)
                 self._copied[worker_id, link, direction] = (num_bytes, seconds)
+
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker was removed: nothing is shown of it any more."""
+        self.prefixes.forget_worker(worker_id)
+        self._copied = {key: copied for key, copied in self._copied.items() if key[0] != worker_id}
+        for metric in vars(self).values():
+            if isinstance(metric, Counter | Gauge | Histogram):
+                forget_worker(metric, worker_id)
 
     def observe_stages(self, ages_s: Sequence[tuple[str, float]]) -> None:
         """The stage of each request in the proxy, and for how long nothing has happened to it there."""

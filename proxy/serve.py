@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,8 +18,10 @@ from rich.console import Console
 from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, ensure_embedded_model
 from cluster.fleet.fleet import Fleet, WorkerDown
+from cluster.fleet.recruiting import Recruiter
 from cluster.launch_local import (
     LaunchError,
+    WorkerCommand,
     WorkerExit,
     make_runtime_dir,
     proxy_address,
@@ -30,11 +32,11 @@ from cluster.preflight.config_checks import check_config
 from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
-from cluster.simulated.launch import simulated_commands
+from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
-from cluster.worker_plan import WorkerPlan
+from cluster.worker_plan import WorkerPlan, WorkerPlanner
 from proxy.api_servers.settings import api_server_commands, metrics_dir
 from proxy.listening import ListenError, listening_socket
 
@@ -156,6 +158,7 @@ class _Cluster:
         self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
     ) -> None:
         self._runtime_dir = directory = make_runtime_dir()
+        self._fleet.recruit_with(self._recruiter(machine, model, facts))
         if self._config.simulation.enabled:
             commands = simulated_commands(plans, self._config, model, facts, directory, machine.environ)
             await self._fleet.start(commands)
@@ -165,6 +168,22 @@ class _Cluster:
         await self._fleet.start(commands)
         for command in commands:
             self._screen.worker_started(command.worker_id, command.log_path)
+
+    def _recruiter(self, machine: Machine, model: str, facts: ModelFacts | None) -> Recruiter:
+        """Makes workers that come while the cluster serves, as those were made that it starts with."""
+        assert self._runtime_dir is not None
+        config, directory, environ = self._config, self._runtime_dir, machine.environ
+        planner: SimulatedPlanner | WorkerPlanner
+        if config.simulation.enabled:
+            planner = SimulatedPlanner(config)
+            command_for: Callable[[WorkerPlan], WorkerCommand] = lambda plan: simulated_commands(  # noqa: E731
+                [plan], config, model, facts, directory, environ
+            )[0]
+        else:
+            planner = WorkerPlanner(config, machine, facts)
+            command_for = lambda plan: worker_command(plan, config, model, directory, environ)  # noqa: E731
+        planner.first()  # those have their places
+        return Recruiter(planner, command_for)
 
     async def _start_api_servers(self, model: str, listening: socket.socket, environ: Mapping[str, str]) -> None:
         """Those besides the first one, which is here. They import vLLM while the workers load."""

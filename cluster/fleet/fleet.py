@@ -10,10 +10,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.config import Role
 from cluster.fleet.launcher import Launcher, MakeLauncher
-from cluster.fleet.restarts import Mode, Outlook, Restarts, StartAgain, StayDown
+from cluster.fleet.recruiting import Recruiter
+from cluster.fleet.restarts import REMOVED, Mode, Outlook, Restarts, StartAgain, StayDown
 from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
-from cluster.simulated.launch import is_simulated, simulated_in_role
+from cluster.seats import NothingFree
+from cluster.simulated.launch import is_simulated, simulated_in_role, simulated_without
 from cluster.status import LaunchNote
 from cluster.worker_settings import WorkerSettingsError
 
@@ -68,13 +71,25 @@ class Fleet:
         """To come or on their way; the newest per worker."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._notes: dict[str, LaunchNote] = {}
+        self._recruiter: Recruiter | None = None
+        self._starting: set[str] = set()
+        """Processes that are being made at this moment."""
+        self._removed: set[str] = set()
+        """Workers that never come back; their ids are not given out again."""
+
+    def recruit_with(self, recruiter: Recruiter) -> None:
+        """Names who makes further workers; before that there are none."""
+        self._recruiter = recruiter
 
     async def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Starts every worker; raises `LaunchError` when one cannot even be started."""
         for command in commands:
-            self._commands[command.worker_id] = command
-            self._first_of.update({worker_id: command.worker_id for worker_id, _ in command.workers})
+            self._enlist(command)
         await self.launcher.start(commands)
+
+    def _enlist(self, command: WorkerCommand) -> None:
+        self._commands[command.worker_id] = command
+        self._first_of.update({worker_id: command.worker_id for worker_id, _ in command.workers})
 
     def serve(self) -> None:
         """The cluster is up: from now on workers are started again."""
@@ -133,6 +148,63 @@ class Fleet:
         else:
             self._start_in(worker_id, 0.0)
 
+    def hire(self, role: Role, count: int) -> list[str]:
+        """Starts so many more workers of a pool, or none; their ids. Raises `NothingFree`, with a sentence."""
+        if self._recruiter is None:
+            raise NothingFree("nobody here can start further workers of this cluster")
+        try:
+            commands = self._recruiter.hire(role, count)
+        except OSError as error:
+            raise NothingFree(f"the settings of another {role} worker cannot be written: {error}") from error
+        for command in commands:
+            self.add(command)
+        return [command.worker_id for command in commands]
+
+    def add(self, command: WorkerCommand) -> None:
+        """Starts one more worker; if that fails it is tried again, as for any other."""
+        self._enlist(command)
+        self._start_in(command.worker_id, 0.0)
+
+    def remove(self, worker_id: str, *, at_once: bool = False) -> None:
+        """It has been told to leave, or is not up, and never comes back; `at_once`: its process is ended.
+
+        Others in its process stay, and so does that.
+        """
+        self._removed.add(worker_id)
+        first = self._first_of.get(worker_id, worker_id)
+        command = self._commands.get(first)
+        if command is None:
+            return
+        if command.others:
+            rest = simulated_without(command, worker_id)
+            assert rest is not None
+            self._commands[first] = rest
+            self._notes.pop(worker_id, None)
+            return
+        self._restarts.order(first, "gone")
+        if first in self._starting:
+            return  # who starts it looks again
+        if not self.launcher.runs(first):
+            if (pending := self._starts.pop(first, None)) is not None:
+                pending.cancel()
+            self._spawn(self._forget(first), f"forget {first}")
+        elif at_once:
+            self._spawn(self.launcher.end(first, END_GRACE_S), f"end {first}")
+
+    async def _forget(self, first: str) -> None:
+        """Nothing is started under this id any more; what it computed on is free when nothing is left of it."""
+        await self.launcher.until_gone(first)
+        self._starts.pop(first, None)
+        command = self._commands.pop(first, None)
+        for worker_id in [worker_id for worker_id, process in self._first_of.items() if process == first]:
+            del self._first_of[worker_id]
+            self._notes.pop(worker_id, None)
+        self._outlooks.pop(first, None)
+        self._restarts.forget(first)
+        if self._recruiter is not None and command is not None:
+            self._recruiter.left(command.worker_id)
+        log.info("worker_removed worker=%s", first)
+
     def notes(self) -> Mapping[str, LaunchNote]:
         """What is to be said about workers whose process has ended in this run."""
         return self._notes
@@ -143,22 +215,31 @@ class Fleet:
         worker_id = worker_exit.worker_id
         first = self._first_of.get(worker_id, worker_id)
         outlook: Outlook = StayDown("the cluster is not up yet")
-        if self._serving and first != worker_id:
+        if self._serving and first == worker_id:
+            outlook = self._outlooks[first] = self._restarts.ended(first, worker_exit.returncode, time.monotonic())
+            self._follow(first, outlook)
+        elif self._serving and worker_id not in self._removed:
             # The first was reported before it, and takes it along.
             outlook = self._outlooks[first]
             self._note(worker_id, isinstance(outlook, StartAgain), outlook.text)
-        elif self._serving:
-            outlook = self._restarts.ended(worker_id, worker_exit.returncode, time.monotonic())
-            self._outlooks[worker_id] = outlook
-            self._follow(worker_id, outlook)
-        self._on_down(WorkerDown(worker_exit, outlook))
+        self._on_down(WorkerDown(worker_exit, REMOVED if worker_id in self._removed else outlook))
 
-    def _follow(self, worker_id: str, outlook: Outlook) -> None:
+    def _follow(self, first: str, outlook: Outlook) -> None:
+        """Does what follows the end of a process."""
+        if self._is_over(first):
+            self._spawn(self._forget(first), f"forget {first}")
+            return
         starts_again = isinstance(outlook, StartAgain)
-        log.log(logging.INFO if starts_again else logging.WARNING, "worker_down worker=%s %s", worker_id, outlook.text)
-        self._note(worker_id, starts_again, outlook.text)
+        log.log(logging.INFO if starts_again else logging.WARNING, "worker_down worker=%s %s", first, outlook.text)
+        if first not in self._removed:
+            self._note(first, starts_again, outlook.text)
         if isinstance(outlook, StartAgain):
-            self._start_in(worker_id, outlook.after_s)
+            self._start_in(first, outlook.after_s)
+
+    def _is_over(self, first: str) -> bool:
+        """Nobody is left who could be started in this process."""
+        command = self._commands.get(first)
+        return command is None or all(worker_id in self._removed for worker_id, _ in command.workers)
 
     def _note(self, worker_id: str, starting: bool, text: str, starts: int = 0) -> None:
         known = self._notes.get(worker_id)
@@ -178,13 +259,31 @@ class Fleet:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
 
-    async def _start_again(self, worker_id: str, after_s: float) -> None:
-        await self.launcher.until_gone(worker_id)
+    async def _start_again(self, first: str, after_s: float) -> None:
+        await self.launcher.until_gone(first)
         await asyncio.sleep(after_s)
+        command = self._commands[first]
+        self._starting.add(first)
         try:
-            await self.launcher.start([self._commands[worker_id]])
+            await self.launcher.start([command])
         except LaunchError as error:
-            log.error("worker_not_started worker=%s error=%s", worker_id, error)
-            self._follow(worker_id, self._restarts.ended(worker_id, 1, time.monotonic()))
+            log.error("worker_not_started worker=%s error=%s", first, error)
+            self._follow(first, self._restarts.ended(first, 1, time.monotonic()))
             return
-        self._note(worker_id, True, "it was started again", 1)
+        finally:
+            self._starting.discard(first)
+        if self._is_over(first):  # it was removed meanwhile
+            await self.launcher.end(first, END_GRACE_S)
+        elif command.worker_id != first:
+            self._name_after(command)
+        elif first in self._notes:
+            self._note(first, True, "it was started again", 1)
+
+    def _name_after(self, command: WorkerCommand) -> None:
+        """The first worker of a process was removed; the process goes by the name of the next one."""
+        old = self._first_of[command.worker_id]
+        self._commands.pop(old)
+        self._outlooks.pop(old, None)
+        self._restarts.forget(old)
+        self._first_of = {worker_id: first for worker_id, first in self._first_of.items() if first != old}
+        self._enlist(command)

@@ -25,6 +25,7 @@ class StayDown:
 
 
 Outlook = StartAgain | StayDown
+REMOVED = StayDown("it was removed")
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class _Record:
     joined_s: float | None = None
     """Since when the present process is in the cluster."""
     quick_failures: int = 0
-    order: Literal["", "start", "stay"] = ""
+    order: Literal["", "start", "stay", "gone"] = ""
     """What an operator wants to follow the end of the present process."""
 
 
@@ -49,13 +50,18 @@ class Restarts:
         if record.joined_s is None:
             record.joined_s = now_s
 
-    def order(self, worker_id: str, what: Literal["start", "stay"]) -> None:
-        """What is to follow the end of the present process, whatever the mode."""
-        self._of(worker_id).order = what
+    def order(self, worker_id: str, what: Literal["start", "stay", "gone"]) -> None:
+        """What is to follow the end of the present process, whatever the mode. `gone` is the last word."""
+        if self._of(worker_id).order != "gone":
+            self._of(worker_id).order = what
 
     def forgive(self, worker_id: str) -> None:
         """An operator tries it anew."""
         self._records[worker_id] = _Record()
+
+    def forget(self, worker_id: str) -> None:
+        """It never comes back."""
+        self._records.pop(worker_id, None)
 
     def ended(self, worker_id: str, returncode: int, now_s: float) -> Outlook:
         """What follows the end of a process."""
@@ -66,6 +72,8 @@ class Restarts:
             record.quick_failures = 0
             return StartAgain(0.0, "it is started again, as it was told")
         told = returncode in (0, -signal.SIGTERM)
+        if order == "gone":
+            return REMOVED
         if order == "stay":
             return StayDown(f"`twinpool restart {worker_id}` starts it again")
         if self.mode == "never":

@@ -10,6 +10,7 @@ from cluster.config import ClusterConfig, Role
 from cluster.launch_local import WorkerCommand, proxy_address
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem
+from cluster.seats import ROLES
 from cluster.simulated.engine.vocabulary import word_tokens
 from cluster.simulated.settings import (
     SimulatedSettings,
@@ -19,15 +20,35 @@ from cluster.simulated.settings import (
 )
 from cluster.worker_plan import WorkerPlan
 
-_ROLES: tuple[Role, Role] = ("prefill", "decode")
 _MODULE = "cluster.simulated"
 _DEFAULT_MODEL_LEN = 32_768
+
+
+class SimulatedPlanner:
+    """Plans workers that need no cores of their own; see `cluster.worker_plan.WorkerPlanner`."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._next = dict.fromkeys(ROLES, 0)
+
+    def first(self) -> list[WorkerPlan]:
+        """The workers that the cluster starts with, prefill first."""
+        return [self.next(role) for role in ROLES for _ in range(self._config.pools.of(role).replicas)]
+
+    def next(self, role: Role) -> WorkerPlan:
+        """One more worker of a pool, with an id that none has had."""
+        worker_id = f"{role}-{self._next[role]}"
+        self._next[role] += 1
+        return WorkerPlan(worker_id=worker_id, role=role, engine={}, env={}, cores=(), simulated=True)
+
+    def left(self, worker_id: str) -> None:
+        """Nothing to take back."""
 
 
 def simulation_problems(config: ClusterConfig) -> list[Problem]:
     """What a configuration asks of simulated workers that they cannot do."""
     problems = []
-    for role in _ROLES:
+    for role in ROLES:
         pool = config.pools.of(role)
         if pool.tensor_parallel != 1:
             problems.append(
@@ -56,12 +77,8 @@ def simulation_problems(config: ClusterConfig) -> list[Problem]:
 
 
 def plan_simulated_workers(config: ClusterConfig) -> list[WorkerPlan]:
-    """The workers of a configuration, prefill first."""
-    return [
-        WorkerPlan(worker_id=f"{role}-{index}", role=role, engine={}, env={}, cores=(), simulated=True)
-        for role in _ROLES
-        for index in range(config.pools.of(role).replicas)
-    ]
+    """The workers that a cluster starts with, prefill first."""
+    return SimulatedPlanner(config).first()
 
 
 def simulated_commands(
@@ -120,6 +137,17 @@ def simulated_in_role(command: WorkerCommand, worker_id: str, role: str) -> Work
     write_simulated_settings(settings.model_copy(update={"workers": names}))
     first, *others = ((name.worker_id, str(name.role)) for name in names)
     return replace(command, role=first[1], others=tuple(others))
+
+
+def simulated_without(command: WorkerCommand, worker_id: str) -> WorkerCommand | None:
+    """The same process, but without this worker when it is started again; None if no other lives there."""
+    settings = read_simulated_settings(Path(command.argv[-1]))
+    names = [name for name in settings.workers if name.worker_id != worker_id]
+    if not names:
+        return None
+    write_simulated_settings(settings.model_copy(update={"workers": names}))
+    first, *others = ((name.worker_id, str(name.role)) for name in names)
+    return replace(command, worker_id=first[0], role=first[1], others=tuple(others))
 
 
 def _max_model_len(config: ClusterConfig, facts: ModelFacts | None) -> int:

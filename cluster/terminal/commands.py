@@ -27,7 +27,7 @@ from cluster.preflight.problems import ConfigError
 from cluster.terminal.lab_commands import lab_app, plan_command
 from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status
 from cluster.terminal.status_tables import status_tables
-from cluster.terminal.worker_commands import drain, restart, role
+from cluster.terminal.worker_commands import drain, restart, role, scale
 from cluster.worker_plan import WorkerPlan
 
 # What these commands do lies in rooms that this one may not import; it is named here and loaded when it is needed
@@ -99,7 +99,7 @@ def status(
         _console().print(status_tables(parsed))
 
 
-for command in (drain, role, restart):
+for command in (drain, role, restart, scale):
     app.command()(command)
 
 

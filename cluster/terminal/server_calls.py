@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster.orders import Accepted, DrainOrder, Refusal, RestartOrder, RoleOrder
+from cluster.orders import Accepted, DrainOrder, Refusal, RestartOrder, RoleOrder, ScaleOrder
 from cluster.status import ClusterStatus
 
 _TIMEOUT_S = 5.0
@@ -33,9 +33,11 @@ def fetch_status(url: str, api_key: str) -> tuple[bytes, ClusterStatus]:
         raise CallFailed(_nobody(endpoint, "status", str(error))) from error
 
 
-def give_order(url: str, api_key: str, path: str, order: DrainOrder | RoleOrder | RestartOrder) -> Accepted:
-    """What the cluster will do; raises `CallFailed`, also if it refuses."""
-    endpoint = f"{url.rstrip('/')}/twinpool/{path}"
+def give_order(
+    url: str, api_key: str, path: str, order: DrainOrder | RoleOrder | RestartOrder | ScaleOrder
+) -> Accepted:
+    """What the cluster will do; raises `CallFailed`, also if it refuses. `path` begins with a slash."""
+    endpoint = f"{url.rstrip('/')}{path}"
     body = _call(endpoint, api_key, "answer", msgspec.json.encode(order))
     try:
         return msgspec.json.decode(body, type=Accepted)

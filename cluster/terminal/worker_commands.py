@@ -1,4 +1,4 @@
-"""`twinpool drain`, `role` and `restart`: each gives an order and shows how far it is until it is done."""
+"""`twinpool drain`, `role`, `restart` and `scale`: each gives an order and shows how far it is until it is done."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder
+from cluster.orders import SCALE_PATH, Accepted, DrainOrder, RestartOrder, RoleOrder, ScaleOrder
 from cluster.status import ClusterStatus, WorkerStatus
 from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status, give_order
 
@@ -47,7 +47,9 @@ def drain(
     It gets no new requests. SIGTERM to its process does the same.
     """
     order = DrainOrder(timeout_s, force)
-    _carry_out(url, api_key, f"workers/{worker}/drain", order, no_wait, lambda status: drain_progress(status, worker))
+    _carry_out(
+        url, api_key, f"/twinpool/workers/{worker}/drain", order, no_wait, lambda status: drain_progress(status, worker)
+    )
 
 
 def role(
@@ -65,7 +67,7 @@ def role(
     """
     order = RoleOrder(role, timeout_s, force)
     progress: Callable[[ClusterStatus], Progress] = lambda status: role_progress(status, worker, role)  # noqa: E731
-    _carry_out(url, api_key, f"workers/{worker}/role", order, no_wait, progress)
+    _carry_out(url, api_key, f"/twinpool/workers/{worker}/role", order, no_wait, progress)
 
 
 def restart(
@@ -82,7 +84,39 @@ def restart(
 
     Each finishes what it has first, and is back before the next one leaves. Also starts one that has left or died.
     """
-    _carry_out(url, api_key, "restart", RestartOrder(workers, timeout_s, force), no_wait, restart_progress)
+    _carry_out(url, api_key, "/twinpool/restart", RestartOrder(workers, timeout_s, force), no_wait, restart_progress)
+
+
+def scale(
+    pool: Annotated[Literal["prefill", "decode"], typer.Argument(help="Which pool.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=1024, metavar="N", help="How many workers it is to have.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    timeout_s: TimeLimit = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Give a pool another number of workers.
+
+    New ones are started where cores or GPUs are free. Those that are too many finish what they have and leave for good;
+    the ones with least to do go first.
+    """
+    order = ScaleOrder(pool, replicas, timeout_s)
+    _carry_out(url, api_key, SCALE_PATH, order, no_wait, lambda status: scale_progress(status, pool, replicas))
+
+
+def scale_progress(status: ClusterStatus, pool: str, replicas: int) -> Progress:
+    """How far a pool is from its new number of workers."""
+    mine = [worker for worker in status.workers if worker.role == pool]
+    ready = [worker for worker in mine if worker.state == "ready"]
+    others = [worker for worker in mine if worker.state != "ready"]
+    text = f"{len(ready)} of {replicas} {pool} workers are ready"
+    if failed := [worker for worker in others if worker.state == "dead"]:
+        why = "; ".join(f"{worker.worker_id}: {worker.cause}" for worker in failed)
+        return Progress(f"{text}; {why}", "failed")
+    if len(ready) == replicas and not others:
+        return Progress(f"the {pool} pool has {replicas} workers", "done")
+    doing = [_left(worker) if worker.state == "draining" else f"{worker.worker_id} {worker.state}" for worker in others]
+    return Progress("; ".join([text, *doing]))
 
 
 def drain_progress(status: ClusterStatus, worker_id: str) -> Progress:
@@ -145,7 +179,7 @@ def _carry_out(
     url: str,
     api_key: str,
     path: str,
-    order: DrainOrder | RoleOrder | RestartOrder,
+    order: DrainOrder | RoleOrder | RestartOrder | ScaleOrder,
     no_wait: bool,
     progress: Callable[[ClusterStatus], Progress],
 ) -> None:

@@ -11,11 +11,12 @@ from http import HTTPStatus
 
 import httpx
 
+from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
 from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
 PREFIX = "/twinpool/"
-PATHS = frozenset({"/health", "/ready", "/ping"})
+PATHS = frozenset({"/health", "/ready", "/ping", SCALE_PATH})
 MAX_BODY_BYTES = 1 << 20
 ANSWER_WITHIN_S = 120.0
 """Longer than an engine call to every worker may take."""

@@ -1,4 +1,7 @@
-"""`POST /twinpool/...`: orders about workers. vLLM's own check of the API key covers `/v1` only, so it is made here."""
+"""`POST /twinpool/...` and `/admin/scale`: orders about workers.
+
+vLLM's own check of the API key covers `/v1` only, so it is made here.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,10 +11,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import Headers
 
-from cluster.orders import Accepted, DrainOrder, Refusal, RefusalText, RestartOrder, RoleOrder
+from cluster.orders import SCALE_PATH, Accepted, DrainOrder, Refusal, RefusalText, RestartOrder, RoleOrder, ScaleOrder
 from proxy.workers.administration import Administration, OrderRefused
 
-Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder)
+Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder, ScaleOrder)
 
 
 def add_order_routes(
@@ -41,6 +44,10 @@ def add_order_routes(
     @app.post("/twinpool/restart")
     async def restart(request: Request) -> Response:
         return await carry_out(request, RestartOrder, administration.restart)
+
+    @app.post(SCALE_PATH)
+    async def scale(request: Request) -> Response:
+        return await carry_out(request, ScaleOrder, administration.scale)
 
 
 def _refusal(code: int, message: str) -> Refusal:

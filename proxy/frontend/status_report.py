@@ -22,6 +22,7 @@ def report(
     """The cluster as the proxy sees it now."""
     roster = pool.roster
     causes, notes = roster.causes, administration.notes()
+    removed = administration.leaving  # they are shown as long as they have something to finish
     known = [
         _worker(
             worker,
@@ -30,11 +31,12 @@ def report(
             pool.prefixes.state(worker),
         )
         for worker in sorted(roster.workers.values(), key=lambda w: w.index)
+        if worker.alive or worker.worker_id not in removed
     ]
     missing = [
         _missing(worker_id, causes, notes.get(worker_id, NOTHING_TO_SAY))
         for worker_id in roster.expected
-        if worker_id not in roster.workers
+        if worker_id not in roster.workers and worker_id not in removed
     ]
     waiting = dispatcher.num_waiting
     return ClusterStatus(

@@ -29,8 +29,6 @@ class ClusterHealth:
         self._dispatcher = dispatcher
         self._liveness = liveness
         self._supervised = supervised
-        # A cluster configured without prefill workers needs none to be ready.
-        self._needs_prefill = any(worker_id.startswith("prefill-") for worker_id in pool.roster.expected)
 
     def faults(self) -> list[str]:
         """Why the server should be restarted; empty if it should not."""
@@ -44,6 +42,11 @@ class ClusterHealth:
     def readiness(self, probe: Callable[[], Awaitable[None]]) -> Readiness:
         """Of new requests; `probe` sends one through the cluster."""
         return Readiness(self._liveness.ready_within_s, self._last_at_s, probe, self._obstacle)
+
+    @property
+    def _needs_prefill(self) -> bool:
+        """A cluster that shall have no prefill workers needs none to be ready."""
+        return any(worker_id.startswith("prefill-") for worker_id in self._roster.expected)
 
     def _last_at_s(self) -> float | None:
         witness = self._dispatcher.witness

@@ -1,6 +1,9 @@
 """Metrics of the prefix index: what workers told, and whether what it says comes true."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+import contextlib
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.messages import CacheEvents
 
@@ -57,7 +60,26 @@ class PrefixMetrics:
         self._tokens.labels("expected").inc(expected_tokens)
         self._tokens.labels("found").inc(found_tokens)
 
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker was removed."""
+        for metric in (self._events, self._unknown):
+            forget_worker(metric, worker_id)
+
     def unregister(self) -> None:
         """Takes them out of the registry."""
         for metric in (self._events, self._blocks, self._unknown, self._tokens):
             self._registry.unregister(metric)
+
+
+def forget_worker(metric: Counter | Gauge | Histogram, worker_id: str) -> None:
+    """Takes a worker's series out of a metric; those without the label `worker` stay as they are.
+
+    With several API servers the files that they share cannot lose a series; there, gauges go to 0.
+    """
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        with contextlib.suppress(ValueError):  # it has no such label
+            metric.remove_by_labels({"worker": worker_id})
+    elif isinstance(metric, Gauge):
+        for sample in next(iter(metric.collect())).samples:
+            if sample.labels.get("worker") == worker_id:
+                metric.labels(**sample.labels).set(0)

@@ -35,6 +35,11 @@ class PrefixIndex:
         """Different blocks, over all workers."""
         return sum(len(holders) for holders in self._holders.values())
 
+    def num_blocks_of(self, worker_id: str) -> int:
+        """Blocks that this worker is known to hold."""
+        worker = self._workers.get(worker_id)
+        return len(worker.hashes) if worker is not None else 0
+
     # --- what workers tell ------------------------------------------------------------------------
 
     def known(self, worker_id: str, block_size: int) -> None:

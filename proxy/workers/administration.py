@@ -1,4 +1,5 @@
-"""What operators may do to workers: let one leave, change its role, start workers again one after another.
+"""What operators may do to workers: let one leave, change its role, start workers again one after another, give a pool
+another number of them.
 
 Refuses by name what cannot be done. Everything accepted goes on by itself and has an end; the status shows it.
 """
@@ -8,8 +9,10 @@ import logging
 from collections.abc import Mapping
 
 from cluster.messages import LEAVE
-from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus
+from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus, ScaleOrder
+from cluster.seats import NothingFree
 from cluster.status import LaunchNote
+from proxy.workers.resizing import Resizing
 from proxy.workers.rolling_restart import RollingRestart, RollingTimes, WorkerControl
 from proxy.workers.roster import Roster, Worker
 from proxy.workers.worker_pool import WorkerPool
@@ -34,6 +37,7 @@ class Administration:
         self._pool = pool
         self._control = control
         self._times = times
+        self.resizing = Resizing(pool, control, times) if control is not None else None
         self._rolling: RollingRestart | None = None
         self._other: RollingStatus | None = None
         """Of a process that is no worker, if that was the last one."""
@@ -49,6 +53,11 @@ class Administration:
     def notes(self) -> Mapping[str, LaunchNote]:
         """By worker id, what the launcher has to say."""
         return self._control.notes() if self._control is not None else {}
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Workers that are being removed."""
+        return frozenset(self.resizing.leaving) if self.resizing is not None else frozenset()
 
     def drain(self, worker_id: str, order: DrainOrder) -> Accepted:
         """Raises `OrderRefused`."""
@@ -80,10 +89,7 @@ class Administration:
         control = self._control
         if control is None:
             raise OrderRefused(409, "these workers were not started by this server; restart them where they run")
-        if self._task is not None and not self._task.done():
-            assert self._rolling is not None
-            doing = ", ".join(self._rolling.status.workers)
-            raise OrderRefused(409, f"a restart of {doing} is under way; wait until it has ended")
+        self._refuse_during_a_restart()
         if control.knows(order.workers) and order.workers not in self._known():
             # An API server. Nothing would be finished by waiting: its connections stay as long as clients like.
             control.start_now(order.workers)
@@ -105,6 +111,24 @@ class Administration:
         names = ", ".join(worker_ids)
         return Accepted(f"starting {names} again", worker_ids, times.of_one_s * len(worker_ids))
 
+    def scale(self, order: ScaleOrder) -> Accepted:
+        """Raises `OrderRefused`. The number of workers that a pool has is no change."""
+        if self.resizing is None:
+            raise OrderRefused(409, "these workers were not started by this server; start and stop them where they run")
+        if order.pool == "decode" and order.replicas == 0:
+            raise OrderRefused(409, "without decode workers every request would have to wait; leave at least one")
+        self._refuse_during_a_restart()
+        try:
+            return self.resizing.resize(order.pool, order.replicas, order.timeout_s or self._times.drain_timeout_s)
+        except NothingFree as error:
+            raise OrderRefused(409, str(error)) from error
+
+    def _refuse_during_a_restart(self) -> None:
+        if self._task is not None and not self._task.done():
+            assert self._rolling is not None
+            doing = ", ".join(self._rolling.status.workers)
+            raise OrderRefused(409, f"a restart of {doing} is under way; wait until it has ended")
+
     def _chosen(self, workers: str, control: WorkerControl) -> list[str]:
         roster, known = self._pool.roster, self._known()
         if workers in ("all", *ROLES):
@@ -124,10 +148,10 @@ class Administration:
         return sorted(chosen, key=alive.__contains__)
 
     def _known(self) -> list[str]:
-        """Ids of all workers, also of those that have not come."""
+        """Ids of all workers that stay, also of those that have not come."""
         roster = self._pool.roster
         ids = [*roster.workers, *(name for name in roster.expected if name not in roster.workers)]
-        return sorted(ids, key=_by_kind_and_number)
+        return sorted((name for name in ids if name not in self.leaving), key=_by_kind_and_number)
 
     def _decodes_alone(self, worker_ids: list[str]) -> bool:
         """One of them is the only decode worker, and none of them is started before it leaves."""
@@ -136,7 +160,9 @@ class Administration:
         return len(decoders) == 1 and decoders[0] in worker_ids and not others
 
     def close(self) -> None:
-        """Ends a rolling restart where it is."""
+        """Ends a rolling restart where it is, and waits for nobody who leaves."""
+        if self.resizing is not None:
+            self.resizing.close()
         if self._task is not None:
             self._task.cancel()
 

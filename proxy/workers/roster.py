@@ -86,7 +86,7 @@ class Roster:
     """Names under which workers may know the model (as configured, as resolved on disk)."""
     dead_after_s: float
     expected: tuple[str, ...] = ()
-    """Worker ids in the order of their indices; others that join are numbered after them."""
+    """Ids of workers that are started by this cluster."""
     workers: dict[str, Worker] = field(default_factory=dict)
     by_identity: dict[bytes, str] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
@@ -99,6 +99,13 @@ class Roster:
     """Lives that said goodbye or exited; nothing they still had on the way counts."""
     differences: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """What forbids a pair, by the fingerprints of its prefill and decode worker; filled when one of them joins."""
+    removed: set[str] = field(default_factory=set)
+    """Workers that never come back."""
+    _indices: dict[str, int] = field(default_factory=dict)
+    """By worker id, in the order in which they were expected or joined; a number is never given twice."""
+
+    def __post_init__(self) -> None:
+        self._indices = {worker_id: index for index, worker_id in enumerate(self.expected)}
 
     def admit(self, identity: bytes, hello: WorkerHello, now_s: float) -> Admission:
         """Takes a worker in, or says why not."""
@@ -113,6 +120,8 @@ class Roster:
         if hello.engine.model not in self.models:
             ours = " or ".join(sorted(self.models))
             return Admission(None, f"it serves the model {hello.engine.model}, this cluster serves {ours}")
+        if hello.worker_id in self.removed:
+            return Admission(None, "it was removed from this cluster")
         if hello.epoch in self.gone_epochs:
             return Admission(None, f"this life of {hello.worker_id} (epoch {hello.epoch}) has already left")
         known = self.workers.get(hello.worker_id)
@@ -178,12 +187,24 @@ class Roster:
         }
 
     def _index(self, worker_id: str) -> int:
-        if worker_id in self.workers:
-            return self.workers[worker_id].index
-        if worker_id in self.expected:
-            return self.expected.index(worker_id)
-        strangers = [w for w in self.workers if w not in self.expected]
-        return len(self.expected) + len(strangers)
+        return self._indices.setdefault(worker_id, len(self._indices))
+
+    def await_worker(self, worker_id: str) -> None:
+        """A further worker is being started."""
+        self.expected = (*self.expected, worker_id)
+        self._index(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        """A worker that is not alive, or never was, does not come back: nothing is known of it any more."""
+        self.removed.add(worker_id)
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self.gone_epochs.add(worker.hello.epoch)
+            self.by_identity.pop(worker.identity, None)
+            self._compare_layouts()
+        self.causes.pop(worker_id, None)
+        self.stays_down.discard(worker_id)
+        self.expected = tuple(name for name in self.expected if name != worker_id)
 
     def heard(self, identity: bytes, worker_id: str | None, epoch: str | None, now_s: float) -> Worker | None:
         """Notes a sign of life. None if the sender is unknown or the message is from another life.
@@ -216,6 +237,8 @@ class Roster:
     def lose(self, worker_id: str, kind: LossKind, cause: str) -> Loss | None:
         """Marks a worker dead; None if it was dead already or never known. Silent workers may come back."""
         worker = self.workers.get(worker_id)
+        if worker_id in self.removed and worker is None:
+            return None
         if worker is None or worker.alive:
             self.causes[worker_id] = cause
         if worker is None:
@@ -231,6 +254,8 @@ class Roster:
 
     def expect(self, worker_id: str, returns: bool) -> None:
         """Whether a worker whose process ended comes back."""
+        if worker_id in self.removed:
+            return
         (self.stays_down.discard if returns else self.stays_down.add)(worker_id)
 
     def _in_transition(self, worker: Worker) -> bool:

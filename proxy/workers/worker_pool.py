@@ -115,6 +115,16 @@ class WorkerPool:
         self._pool_changed()
         return True
 
+    def remove(self, worker_id: str) -> None:
+        """A worker that has left, or never came, does not come back."""
+        self._lost(self.roster.lose(worker_id, "left", f"Worker {worker_id} was removed"))
+        self.roster.remove(worker_id)
+        self.prefixes.forget(worker_id)
+        self._orders.pop(worker_id, None)
+        self._metrics.forget_worker(worker_id)
+        log.info("worker_removed worker=%s", worker_id)
+        self._pool_changed()
+
     def unreachable(self, worker_id: str) -> None:
         """A send to it failed. It may reconnect."""
         self._lost(self.roster.lose(worker_id, "unreachable", f"The connection to worker {worker_id} is gone"))

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,7 @@ class Vocabulary:
         return answer
 
 
+@lru_cache(maxsize=4)
 def word_tokens(model: Path) -> tuple[int, ...]:
     """Ids of common words in the tokenizer of a model directory; some plain ids where it has none that one can read."""
     try:

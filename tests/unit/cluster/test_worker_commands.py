@@ -15,7 +15,7 @@ from cluster.orders import Accepted, Refusal, RefusalText, RollingStatus
 from cluster.status import ClusterStatus, WorkerStatus
 from cluster.terminal import commands, worker_commands
 from cluster.terminal.status_tables import status_tables
-from cluster.terminal.worker_commands import drain_progress, restart_progress, role_progress
+from cluster.terminal.worker_commands import drain_progress, restart_progress, role_progress, scale_progress
 
 
 def status(*workers: WorkerStatus, rolling: RollingStatus | None = None) -> ClusterStatus:
@@ -182,3 +182,24 @@ def test_the_status_shows_who_drains_who_changed_its_role_and_who_is_started_aga
         "decode-0: it was killed; it is started again in 3 s",
     ):
         assert line in text.getvalue()
+
+
+def test_scale_waits_until_the_pool_has_its_workers_and_no_others(script: Script) -> None:
+    script.statuses = [
+        status(decode_1("ready"), WorkerStatus("decode-2", "decode", "starting")),
+        status(decode_1("ready"), WorkerStatus("decode-2", "decode", "ready")),
+    ]
+    code, out, _ = invoke(script, "scale", "decode", "2")
+    assert (code, out.splitlines()) == (
+        0,
+        ["1 of 2 decode workers are ready; decode-2 starting", "the decode pool has 2 workers"],
+    )
+    assert script.orders[0][:2] == ("/admin/scale", {"pool": "decode", "replicas": 2, "timeout_s": None})
+
+
+def test_scale_says_which_worker_did_not_come_up() -> None:
+    dead = WorkerStatus("decode-2", "decode", "dead", cause="worker decode-2 was killed by SIGKILL")
+    progress = scale_progress(status(decode_1("ready"), dead), "decode", 2)
+    assert (progress.outcome, "decode-2: worker decode-2 was killed" in progress.text) == ("failed", True)
+    leaving = scale_progress(status(decode_1("ready"), WorkerStatus("decode-2", "decode", "draining")), "decode", 1)
+    assert (leaving.outcome, "decode-2 has 0 running" in leaving.text) == ("", True)

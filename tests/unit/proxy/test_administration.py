@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -48,6 +49,12 @@ class Control:
     def start_now(self, worker_id: str) -> None:
         self.started.append(worker_id)
         self.tasks.append(asyncio.create_task(self._start(worker_id)))
+
+    def hire(self, role: str, count: int) -> list[str]:
+        raise NotImplementedError
+
+    def remove(self, worker_id: str, *, at_once: bool = False) -> None:
+        raise NotImplementedError
 
     def joined(self, worker_id: str, role: str) -> None:
         raise AssertionError("the pool tells that")
@@ -225,6 +232,10 @@ async def test_without_a_launcher_nobody_is_restarted(tmp_path: Path) -> None:
         ("workers/decode-1/drain", '{"timeout_s":-1}', "sesame", 400, "timeout_s"),
         ("workers/decode-1/drain", '{"forse":true}', "sesame", 400, "forse"),
         ("restart", "", "sesame", 400, "workers"),
+        ("/admin/scale", '{"pool":"decode","replicas":2}', "sesame", 202, "the decode pool has 2 workers already"),
+        ("/admin/scale", '{"pool":"decode","replicas":0}', "sesame", 409, "leave at least one"),
+        ("/admin/scale", '{"pool":"decode","replicas":2}', "", 401, "the API key"),
+        ("/admin/scale", '{"pool":"decode","replicas":-1}', "sesame", 400, "replicas"),
     ],
 )
 async def test_orders_need_the_key_and_name_what_is_wrong(
@@ -235,7 +246,7 @@ async def test_orders_need_the_key_and_name_what_is_wrong(
         add_order_routes(app, administration, AuthenticationMiddleware(app, ["sesame"]).verify_token)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
-            answer = await client.post(f"/twinpool/{path}", content=body, headers=headers)
+            answer = await client.post(urljoin("/twinpool/", path), content=body, headers=headers)
         assert (answer.status_code, text in answer.text) == (status, True), answer.text
 
 

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from cluster import launch_local
-from cluster.config import LivenessConfig, TransferConfig
+from cluster.config import ClusterConfig, LivenessConfig, Role, SimulationConfig, TransferConfig
 from cluster.fleet import restarts
 from cluster.fleet.fleet import Fleet, WorkerDown
+from cluster.fleet.recruiting import Recruiter
 from cluster.fleet.restarts import Mode
 from cluster.launch_local import WorkerCommand, in_role
+from cluster.seats import NothingFree
+from cluster.simulated.launch import simulated_commands
+from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
 from tests.unit.cluster.families import alive, dummy, family
 
@@ -104,6 +108,94 @@ async def test_nobody_is_started_again_before_the_cluster_serves_or_after_it_sto
     run.fleet.start_now("decode-0")
     assert (await run.next_down()).returns
     await asyncio.wait_for(run.fleet.stop(1), 10)
+
+
+# ------------------------------------------------------------------------------------------- more and fewer workers
+
+
+class Machine:
+    """A planner with room for so many workers."""
+
+    def __init__(self, directory: Path, room: int) -> None:
+        self.directory, self.room, self.number = directory, room, 1
+        self.left_by: list[str] = []
+
+    def next(self, role: Role) -> WorkerPlan:
+        if not self.room:
+            raise NothingFree("no cores are free")
+        self.room, self.number = self.room - 1, self.number + 1
+        return WorkerPlan(f"{role}-{self.number - 1}", role, {}, {}, ())
+
+    def left(self, worker_id: str) -> None:
+        self.room += 1
+        self.left_by.append(worker_id)
+
+    def command(self, plan: WorkerPlan) -> WorkerCommand:
+        return dummy(self.directory, plan.worker_id)
+
+
+async def test_a_hired_worker_is_started_and_a_removed_one_is_gone_for_good(run: Run, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 1)
+    run.fleet.recruit_with(Recruiter(machine, machine.command))
+    run.fleet.serve()
+    assert run.fleet.hire("decode", 1) == ["decode-1"]
+    pids = await family(tmp_path, "decode-1")
+    with pytest.raises(NothingFree):
+        run.fleet.hire("decode", 1)
+    run.fleet.joined("decode-1", "decode")
+    run.fleet.remove("decode-1")
+    run.fleet.keep_down("decode-1")  # what is said later does not bring it back
+    os.kill(pids[0], signal.SIGKILL)
+    down = await run.next_down()
+    assert (down.returns, down.outlook.text) == (False, "it was removed")
+    async with asyncio.timeout(15):
+        while machine.left_by != ["decode-1"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert alive(pids) == [], "its place is free when nothing is left of it"
+    assert not run.fleet.knows("decode-1")
+    assert run.fleet.hire("decode", 1) == ["decode-2"]
+    await family(tmp_path, "decode-2")
+
+
+async def test_a_worker_that_is_removed_while_it_starts_is_ended(run: Run, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 2)
+    run.fleet.recruit_with(Recruiter(machine, machine.command))
+    run.fleet.serve()
+    run.fleet.hire("decode", 2)
+    await asyncio.sleep(0)  # one is being made, as far as it gets
+    for worker_id in ("decode-1", "decode-2"):
+        run.fleet.remove(worker_id, at_once=True)
+    async with asyncio.timeout(15):
+        while len(machine.left_by) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not run.fleet.launcher.runs("decode-1")
+
+
+def simulated_process(tmp_path: Path, *worker_ids: str) -> WorkerCommand:
+    simulation = SimulationConfig(workers_per_process=4)
+    config = ClusterConfig(engine={}, simulation=simulation.model_copy(update={"enabled": True}))
+    plans = [WorkerPlan(worker_id, "decode", {}, {}, (), simulated=True) for worker_id in worker_ids]
+    (command,) = simulated_commands(plans, config, "m", None, tmp_path, os.environ)
+    return command
+
+
+async def test_a_process_of_several_workers_is_started_again_without_those_that_were_removed(
+    run: Run, tmp_path: Path
+) -> None:
+    await run.fleet.start([simulated_process(tmp_path, "decode-0", "decode-1", "decode-2")])
+    run.fleet.serve()
+    run.fleet.remove("decode-0")
+    run.fleet.remove("decode-2")
+    os.kill(run.fleet.launcher.groups["decode-0"], signal.SIGKILL)  # type: ignore[attr-defined]
+    downs = {down.worker_id: down.returns for down in [await run.next_down() for _ in range(3)]}
+    assert downs == {"decode-0": False, "decode-1": True, "decode-2": False}
+    async with asyncio.timeout(15):
+        while not run.fleet.launcher.runs("decode-1"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not run.fleet.launcher.runs("decode-0")
+    assert run.fleet.knows("decode-1"), "it is the only one there now"
+    run.fleet.remove("decode-1", at_once=True)
+    assert not (await run.next_down()).returns
 
 
 def test_a_worker_that_took_another_role_is_started_again_in_that_one(tmp_path: Path) -> None:
