@@ -7,15 +7,15 @@ from typing import Any
 
 from cluster.config import OWNED_ENGINE_OPTIONS, SHARED_ENGINE_OPTIONS, ClusterConfig, PoolConfig, Role
 from cluster.preflight.machine import Machine
-from cluster.preflight.model_facts import ModelFacts, kv_element_bytes
+from cluster.preflight.memory.fit_checks import fit_problems, path_of
+from cluster.preflight.memory.worker_memory import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, is_count
+from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
 from cluster.simulated.launch import plan_simulated_workers, simulation_problems
 from cluster.worker_plan import WorkerPlan, plan_workers
 
 _CPU_BLOCK_MULTIPLE = 32
-_CPU_DEFAULT_BLOCK = 128
-_GPU_DEFAULT_BLOCK = 16
 _WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
 
@@ -28,12 +28,14 @@ def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | No
         if problems:
             raise ConfigError(problems)
         return plan_simulated_workers(config)
-    problems += [*number_problems(config), *parallel_problems(config, model), *slo_problems(config)]
+    # With overrides, engines use another model than the directory describes.
+    known = None if config.engine.get("hf_overrides") else model
+    problems += [*number_problems(config), *parallel_problems(config, known), *slo_problems(config)]
     if problems:
         raise ConfigError(problems)
     plans = plan_workers(config, machine, model)
-    problems = [problem for plan in plans for problem in engine_problems(config, plan, machine, model)]
-    problems += memory_problems(plans, machine, model)
+    problems = [problem for plan in plans for problem in engine_problems(config, plan, machine, known)]
+    problems += fit_problems(config, plans, machine, known)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return plans
@@ -140,9 +142,7 @@ def number_problems(config: ClusterConfig) -> list[Problem]:
         Problem(f"{path}.{name}", f"found {given[name]!r}, expected a whole number above 0", "Correct the value")
         for path, given in _engine_tables(config)
         for name in _WHOLE_NUMBERS
-        if name in given
-        and not _is_count(given[name])
-        and not (name == "max_model_len" and given[name] in (-1, "auto"))
+        if name in given and not is_count(given[name]) and not (name == "max_model_len" and given[name] in (-1, "auto"))
     ]
 
 
@@ -153,7 +153,7 @@ def parallel_problems(config: ClusterConfig, model: ModelFacts | None) -> list[P
     problems = []
     for role in _ROLES:
         ranks = config.pools.of(role).tensor_parallel
-        fitting = [n for n in range(1, model.num_heads + 1) if _heads_divide(model, n)]
+        fitting = [n for n in range(1, model.num_heads + 1) if model.heads_divide(n)]
         if config.pools.of(role).replicas and ranks not in fitting:
             problems.append(
                 Problem(
@@ -166,31 +166,25 @@ def parallel_problems(config: ClusterConfig, model: ModelFacts | None) -> list[P
     return problems
 
 
-def _heads_divide(model: ModelFacts, ranks: int) -> bool:
-    if model.num_heads is None or model.num_heads % ranks:
-        return False
-    return model.num_kv_heads is None or model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
-
-
 def engine_problems(
     config: ClusterConfig, plan: WorkerPlan, machine: Machine, model: ModelFacts | None
 ) -> list[Problem]:
     """What the engine of one worker would refuse, or accept and then be of no use with."""
-    block_size = plan.engine.get("block_size") or (_CPU_DEFAULT_BLOCK if machine.on_cpu else _GPU_DEFAULT_BLOCK)
-    hybrid = model is not None and model.num_layers is None
-    if machine.on_cpu and not hybrid and block_size % _CPU_BLOCK_MULTIPLE:
+    block_size = plan.engine.get("block_size") or (CPU_BLOCK_SIZE if machine.on_cpu else GPU_BLOCK_SIZE)
+    other_attention = model is not None and (model.num_layers is None or model.latent_width is not None)
+    if machine.on_cpu and not other_attention and block_size % _CPU_BLOCK_MULTIPLE:
         return [
             Problem(
-                _path_of(config, plan, "block_size"),
+                path_of(config, plan, "block_size"),
                 f"a block of {block_size} tokens does not suit CPU attention, which wants a multiple of "
                 f"{_CPU_BLOCK_MULTIPLE}",
                 f"Use {_CPU_BLOCK_MULTIPLE * max(1, round(block_size / _CPU_BLOCK_MULTIPLE))}, or leave it out for "
-                f"{_CPU_DEFAULT_BLOCK}",
+                f"{CPU_BLOCK_SIZE}",
             )
         ]
     asked = plan.engine.get("max_model_len")
     limit = model.max_positions if model is not None else None
-    if isinstance(asked, int) and limit is not None and asked > limit:
+    if isinstance(asked, int) and limit is not None and asked > limit and not _may_be_longer(plan, machine):
         return [
             Problem(
                 "engine.max_model_len",
@@ -198,93 +192,15 @@ def engine_problems(
                 f"Use at most {limit}",
             )
         ]
-    length = asked if isinstance(asked, int) and asked > 0 else limit
-    return _kv_problems(config, plan, model, length, block_size) if model is not None and length is not None else []
+    return []
 
 
-def _kv_problems(
-    config: ClusterConfig, plan: WorkerPlan, model: ModelFacts, max_model_len: int, block_size: int
-) -> list[Problem]:
-    blocks_given = plan.engine.get("num_gpu_blocks_override")
-    # One block more than the request: vLLM keeps block 0 for itself.
-    num_blocks = -(-max_model_len // block_size) + 1
-    if isinstance(blocks_given, int):
-        return _block_count_problems(config, plan, blocks_given, num_blocks, max_model_len, block_size)
-    memory = kv_memory_bytes(plan)
-    element = kv_element_bytes(plan.engine.get("dtype"), plan.engine.get("kv_cache_dtype"))
-    per_token = model.kv_bytes_per_token(plan.engine["tensor_parallel_size"], element)
-    if memory is None or per_token is None:
-        return []
-    needed = num_blocks * block_size * per_token
-    if needed <= memory:
-        return []
-    fitting = (memory // (block_size * per_token) - 1) * block_size
-    shorter = f", or set engine.max_model_len to at most {fitting}" if fitting > 0 else ""
-    return [
-        Problem(
-            _path_of(config, plan, "kv_cache_memory_bytes"),
-            f"{_mib(memory)} of KV memory cannot hold one request of max_model_len={max_model_len}: {num_blocks} "
-            f"blocks x {block_size} tokens x {per_token} bytes = {_mib(needed)}",
-            f"Raise it to at least {needed}{shorter}",
-        )
-    ]
-
-
-def _block_count_problems(
-    config: ClusterConfig, plan: WorkerPlan, given: int, needed: int, max_model_len: int, block_size: int
-) -> list[Problem]:
-    if given >= needed:
-        return []
-    return [
-        Problem(
-            _path_of(config, plan, "num_gpu_blocks_override"),
-            f"{given} blocks of {block_size} tokens cannot hold one request of max_model_len={max_model_len}",
-            f"Raise it to at least {needed}, or lower engine.max_model_len",
-        )
-    ]
-
-
-def kv_memory_bytes(plan: WorkerPlan) -> int | None:
-    """KV memory of each rank of a worker, None where the engine finds it out itself (GPUs)."""
-    space_gib = plan.env.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if space_gib.isdigit() and int(space_gib) > 0:
-        return int(space_gib) << 30
-    given = plan.engine.get("kv_cache_memory_bytes")
-    return given if _is_count(given) else None
-
-
-def memory_problems(plans: list[WorkerPlan], machine: Machine, model: ModelFacts | None) -> list[Problem]:
-    """Whether weights and KV caches of all workers fit into this machine's memory (CPU only)."""
-    if not machine.on_cpu:
-        return []
-    weights = (model.weight_bytes if model is not None else 0) * len(plans)
-    kv = sum((kv_memory_bytes(plan) or 0) * plan.engine["tensor_parallel_size"] for plan in plans)
-    if weights + kv <= machine.memory_free_bytes:
-        return []
-    return [
-        Problem(
-            "engine.kv_cache_memory_bytes",
-            f"{len(plans)} workers need {_mib(weights)} for weights and {_mib(kv)} for KV caches, "
-            f"{_mib(machine.memory_free_bytes)} are free",
-            "Lower it, or lower pools.<role>.replicas, or free memory",
-        )
-    ]
+def _may_be_longer(plan: WorkerPlan, machine: Machine) -> bool:
+    """vLLM takes any length where the operator says so in the environment."""
+    name = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+    return (plan.env.get(name) or machine.environ.get(name, "0")).strip().lower() in ("1", "true")
 
 
 def _engine_tables(config: ClusterConfig) -> list[tuple[str, Mapping[str, Any]]]:
     pools: list[tuple[Role, PoolConfig]] = [(role, config.pools.of(role)) for role in _ROLES]
     return [("engine", config.engine), *((f"pools.{role}.engine", pool.engine) for role, pool in pools)]
-
-
-def _path_of(config: ClusterConfig, plan: WorkerPlan, option: str) -> str:
-    """Where the operator gave, or should give, an engine option of this worker."""
-    in_pool = option in config.pools.of(plan.role).engine
-    return f"pools.{plan.role}.engine.{option}" if in_pool else f"engine.{option}"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.0f} MiB"

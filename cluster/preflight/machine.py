@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.preflight.gpu_memory import gpu_memory
+
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -22,6 +24,8 @@ class Machine:
     memory_free_bytes: int = 8 << 30
     gpus: tuple[str, ...] = ()
     """CUDA device ids; empty: workers run on CPUs."""
+    gpu_memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of a GPU by device id, in total; those that are not known are missing."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment that workers inherit."""
 
@@ -34,11 +38,13 @@ class Machine:
 def detect_machine() -> Machine:
     """Looks at the machine this process runs on."""
     cores, siblings = _allowed_cores()
+    gpus = _gpus()
     return Machine(
         cores=cores,
         siblings=siblings,
         memory_free_bytes=_memory_free_bytes(),
-        gpus=_gpus(),
+        gpus=gpus,
+        gpu_memory=gpu_memory(gpus, dict(os.environ)) if gpus else {},
         environ=dict(os.environ),
     )
 

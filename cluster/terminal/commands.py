@@ -25,6 +25,7 @@ from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.terminal.lab_commands import lab_app, plan_command
+from cluster.terminal.memory_table import memory_table
 from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status
 from cluster.terminal.status_tables import status_tables
 from cluster.terminal.worker_commands import drain, restart, role, scale
@@ -72,14 +73,20 @@ def serve(
 
 @config_app.command("check")
 def config_check(arguments: Arguments = None) -> None:
-    """Check a configuration against vLLM, the model and this machine, and show the workers it means."""
+    """Check a configuration against vLLM, the model and this machine, and show the workers it means.
+
+    Also whether weights and KV of one request of max_model_len fit into the memory of each rank.
+    """
     config = _load(arguments, None)
     machine = detect_machine()
     try:
-        plans = check_config(config, machine, _facts(config))
+        facts = _facts(config)
+        plans = check_config(config, machine, facts)
     except ConfigError as error:
         _refuse(error)
     _console().print(_plan_table(plans, machine))
+    if (memory := memory_table(plans, machine, facts)) is not None:
+        _console().print(memory)
 
 
 @app.command()

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cluster.preflight.memory.model_shape import ModelShape
 from lab.planner.capacity import Capacity, Workload, colocated_capacity, decode_capacity, prefill_capacity
 from lab.planner.gpus import Gpu
-from lab.planner.models import Model
 from lab.planner.steps import BOUNDS, EXPECTED, Efficiency, Steps, transfer_s
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -21,7 +21,7 @@ class NothingFits(Exception):
 class Asked:
     """What is to be planned."""
 
-    model: Model
+    model: ModelShape
     gpu: Gpu
     num_gpus: int
     work: Workload

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from cluster.preflight.memory.model_shape import ModelShape
+from cluster.preflight.memory.rank_memory import EXPECTED_ACTIVATION_BYTES, RankMemory
 from lab.planner.gpus import Gpu
-from lab.planner.models import Model
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ BOUNDS = Efficiency(compute=1, half_at_tokens=0, memory=1, links=1, step_overhea
 class Steps:
     """A model on some GPUs that work as one (tensor parallel)."""
 
-    model: Model
+    model: ModelShape
     gpu: Gpu
     tensor_parallel: int
     weight_bytes: float = 2
@@ -46,8 +47,7 @@ class Steps:
     efficiency: Efficiency = BOUNDS
     memory_share: float = 0.9
     """vLLM's `gpu_memory_utilization`."""
-    activation_bytes: float = 3e9
-    """Per GPU: activations, CUDA graphs, workspaces."""
+    activation_bytes: float = EXPECTED_ACTIVATION_BYTES
 
     @property
     def weights_per_gpu_bytes(self) -> float:
@@ -56,13 +56,23 @@ class Steps:
     @property
     def kv_bytes_per_token(self) -> float:
         """Per GPU."""
-        return self.model.kv_bytes_per_token(self.kv_bytes) * self.model.kv_share(self.tensor_parallel)
+        return self.model.kv_bytes_per_token(self.kv_bytes, self.tensor_parallel)
+
+    @property
+    def memory(self) -> RankMemory:
+        """Of one GPU."""
+        return RankMemory(
+            device_bytes=self.gpu.memory_bytes,
+            share=self.memory_share,
+            weights_bytes=self.weights_per_gpu_bytes,
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            activation_bytes=self.activation_bytes,
+        )
 
     @property
     def kv_tokens(self) -> int:
         """That fit beside the weights; 0 if not even these do."""
-        left = self.gpu.memory_bytes * self.memory_share - self.weights_per_gpu_bytes - self.activation_bytes
-        return max(0, int(left / self.kv_bytes_per_token))
+        return self.memory.kv_tokens
 
     def step_s(self, decodes: float, context_tokens: float, prefill_tokens: float = 0, already: int = 0) -> float:
         """One engine step over `decodes` sequences of `context_tokens` each and one chunk of a prompt.

@@ -18,7 +18,8 @@ SMOLLM2 = ModelFacts(30, 9, 3, 64, 8192, 269_000_000)
 OPTIONS = VllmOptions(
     engine=frozenset({
         "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "dtype",
-        "kv_cache_dtype", "enable_prefix_caching", "reasoning_parser", "tensor_parallel_size", "max_num_batched_tokens",
+        "kv_cache_dtype", "hf_overrides", "enable_prefix_caching", "reasoning_parser", "tensor_parallel_size",
+        "max_num_batched_tokens",
     }),
     frontend=frozenset({"api_key", "enable_auto_tool_choice", "host", "port", "uds"}),
 )  # fmt: skip
@@ -179,6 +180,26 @@ def test_a_length_beyond_the_model_is_refused() -> None:
     problem = problem_of("engine.max_model_len=9000")
     assert problem.field == "engine.max_model_len"
     assert "8192" in problem.remedy
+
+
+def test_a_longer_length_is_taken_where_vllm_takes_it() -> None:
+    longer = [f"server.port={free_port()}", "engine.max_model_len=9000"]
+    machine = replace(MACHINE, environ={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    assert check_config(load_config(None, longer), machine, SMOLLM2)
+
+
+def test_a_model_that_is_described_anew_is_not_calculated_with() -> None:
+    overrides = [
+        f"server.port={free_port()}",
+        "engine.hf_overrides={max_position_embeddings: 9000}",
+        "engine.max_model_len=9000",
+    ]
+    assert check_config(load_config(None, overrides), MACHINE, SMOLLM2)
+
+
+def test_kv_space_that_the_shell_gives_counts() -> None:
+    problem = problem_of(machine=replace(MACHINE, environ={"VLLM_CPU_KVCACHE_SPACE": "90"}))
+    assert "184,320 MiB for KV caches" in problem.what
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:

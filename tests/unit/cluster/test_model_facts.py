@@ -47,7 +47,9 @@ def test_weights_are_counted(tmp_path: Path) -> None:
     "changes",
     [
         {"kv_lora_rank": 512},
+        {"architectures": ["BrandNewForCausalLM"]},
         {"sliding_window": 4096},
+        {"sliding_window": 4096, "use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"num_hidden_layers": "many"},
     ],
@@ -56,9 +58,20 @@ def test_kv_of_other_kinds_of_attention_is_not_guessed(tmp_path: Path, changes: 
     assert facts(tmp_path, **changes).kv_bytes_per_token(1, 2) is None
 
 
+def test_a_window_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
+    assert facts(tmp_path, sliding_window=4096, use_sliding_window=False).kv_bytes_per_token(1, 2) == 320 << 10
+
+
+def test_a_latent_cache_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    model = facts(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert model.kv_bytes_per_token(1, 2) == model.kv_bytes_per_token(8, 2) == 80 * 576 * 2
+
+
 def test_the_limit_of_a_model_that_scales_positions_is_not_guessed(tmp_path: Path) -> None:
     assert facts(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4}).max_positions is None
     assert facts(tmp_path, rope_parameters={"rope_type": "default"}).max_positions == 8192
+    # Llama 3.1 counts its scaled positions itself.
+    assert facts(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 8}).max_positions == 8192
 
 
 def test_a_missing_directory_is_named() -> None:
@@ -85,7 +98,14 @@ def test_a_name_on_a_hub_is_left_to_vllm() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "expected"),
-    [(None, None, 2), ("auto", "auto", 2), ("float32", "auto", 4), ("bfloat16", "fp8_e4m3", 1), ("float32", "half", 2)],
+    [
+        (None, None, 2),
+        ("auto", "auto", 2),
+        ("float32", "auto", 4),
+        ("bfloat16", "fp8_e4m3", 1),
+        ("float32", "half", 2),
+        ("bfloat16", "nvfp4", None),
+    ],
 )
-def test_bytes_of_a_kv_element(dtype: str | None, kv_dtype: str | None, expected: int) -> None:
+def test_bytes_of_a_kv_element(dtype: str | None, kv_dtype: str | None, expected: int | None) -> None:
     assert kv_element_bytes(dtype, kv_dtype) == expected

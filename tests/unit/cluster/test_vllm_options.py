@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.preflight.memory.worker_memory import GPU_MEMORY_UTILIZATION
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.vllm_options import installed_vllm_options
 
@@ -28,6 +29,12 @@ def test_names_are_those_of_vllms_classes_and_of_its_parser() -> None:
     assert options.frontend == {field.name for field in dataclasses.fields(FrontendArgs)}
     parsed = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     assert options.frontend <= parsed
+
+
+def test_the_share_of_a_gpu_that_is_calculated_with_is_vllms_default() -> None:
+    from vllm.config.cache import CacheConfig
+
+    assert CacheConfig().gpu_memory_utilization == GPU_MEMORY_UTILIZATION
 
 
 def test_reading_them_imports_neither_vllm_nor_torch() -> None:

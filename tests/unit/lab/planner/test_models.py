@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.planner.models import MODELS, UnknownModel, find_model, read_config
+from cluster.preflight.memory.model_shape import read_config
+from lab.planner.models import MODELS, UnknownModel, find_model
 
 KIB = 1024
 
@@ -54,9 +55,10 @@ def test_latent_attention_and_experts_are_read_from_a_configuration() -> None:
 
 
 def test_ranks_share_heads_until_each_has_one() -> None:
-    shares = [MODELS["llama-3.1-70b"].kv_share(ranks) for ranks in (1, 4, 8, 16)]
-    assert shares == [1, 1 / 4, 1 / 8, 1 / 8]
-    assert MODELS["deepseek-v3"].kv_share(8) == 1
+    kib = [MODELS["llama-3.1-70b"].kv_bytes_per_token(2, ranks) / KIB for ranks in (1, 4, 8, 16)]
+    assert kib == [320, 80, 40, 40]
+    deepseek = MODELS["deepseek-v3"]
+    assert deepseek.kv_bytes_per_token(2, 8) == deepseek.kv_bytes_per_token(2)
 
 
 def test_a_small_step_reads_few_experts_and_a_large_one_all() -> None:
