@@ -219,6 +219,12 @@ class SloConfig(ConfigNode):
     on_overload: OverloadPolicy = Field(
         default="demote", description="If the first token cannot come in time: wait, go behind all others, or 503."
     )
+    priority_range: int = Field(
+        default=1000,
+        ge=0,
+        le=1_000_000,
+        description="A request's own `priority` may be from minus this to this, else 400; 0: no request may have one.",
+    )
     classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], SloClassConfig] = Field(
         default_factory=dict, description="Further classes by name; a request says which with the header X-Slo-Class."
     )

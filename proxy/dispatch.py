@@ -76,7 +76,7 @@ class Dispatcher:
         pool: WorkerPool,
         settings: DispatchSettings,
         metrics: ProxyMetrics,
-        on_failure: Callable[[str, int, str, float | None], Iterable[str]],
+        on_failure: Callable[[str, int, str, float | None], object],
     ) -> None:
         self._local = LocalFrontEnd(on_failure)
         self.outputs = self._local.outputs
@@ -114,9 +114,18 @@ class Dispatcher:
     # ------------------------------------------------------------------------------------- from the front end
 
     def add(
-        self, request_id: str, request: Any, shape: RequestShape, group: str = "", front_end: FrontEnd | None = None
+        self,
+        request_id: str,
+        request: Any,
+        shape: RequestShape,
+        group: str = "",
+        choices: int = 1,
+        front_end: FrontEnd | None = None,
     ) -> None:
-        """Takes a request. Whatever goes wrong with it reaches the client through its front end."""
+        """Takes a request. Whatever goes wrong with it reaches the client through its front end.
+
+        `group` names the siblings it has if it is one of several `choices` of an answer.
+        """
         known = self.trips.get(request_id)
         if known is not None:
             self._more_input(known, request)
@@ -124,7 +133,7 @@ class Dispatcher:
         flight = new_flight(request, shape, self._settings, self._pool.roster.max_model_len)
         lifetime, account = self.witness.arrived(request), self.witness.account(shape)
         front_end = front_end or self._local
-        trip = Trip(request_id, request, shape, flight, lifetime, front_end, account, group)
+        trip = Trip(request_id, request, shape, flight, lifetime, front_end, account, group, choices)
         if not why_not_continued(request, (), shape.local_because):
             trip.sent = []
         self.trips[request_id] = trip
@@ -142,7 +151,7 @@ class Dispatcher:
         for request_id in list(request_ids):
             trip = self.trips.get(request_id)
             if trip is not None:
-                self.witness.note(trip, "aborted")
+                self.witness.note(trip, "finished" if answered else "aborted")
                 if answered:
                     self.witness.answered(trip)
                 self._feed(trip, Aborted())
@@ -294,12 +303,15 @@ class Dispatcher:
         if worker is None or not worker.alive or not (following := self.siblings.following(leader)):
             return
         follow = PrefillOnly if worker.role == "prefill" else Local
-        for request_id in following.request_ids:
+        for number, request_id in enumerate(following.request_ids):
             trip = self.trips.get(request_id)
-            if trip is not None:
-                trip.scores = following.scores
-                self._placing.follow(trip, worker.worker_id)
-                self._decided(Decision(request_id, follow(worker.worker_id, "sibling")))
+            if trip is None:
+                continue
+            if not self._placing.follow(trip, worker.worker_id):
+                self.siblings.hold_up(leader, following.request_ids[number:])
+                return
+            trip.scores = following.scores
+            self._decided(Decision(request_id, follow(worker.worker_id, "sibling")))
 
     # ---------------------------------------------------------------------------------------- flights' actions
 
@@ -376,11 +388,16 @@ class Dispatcher:
         trip.continued = continued_request(trip.request, sent)
         shape = describe(trip.continued)
         trip.shape = replace(shape, standing=trip.shape.standing, continues=True)
-        heir_id = self.siblings.resign(trip)
+        heir = self.siblings.resign(trip)
         self._feed(trip, Continued(shape.num_prompt_tokens, shape.max_tokens, shape.first_token_mode))
         self._place_without(trip, lost)
+        self._inherit(heir)
+
+    def _inherit(self, heir_id: str | None) -> None:
+        """A sibling leads from now on. Its client has got something of the one that led."""
         heir = self.trips.get(heir_id or "")
         if heir is not None:
+            heir.shape = replace(heir.shape, accepted=True)
             self._placing.queue(heir)
 
     def _place_without(self, trip: Trip, lost: str) -> None:
@@ -392,11 +409,13 @@ class Dispatcher:
     def _tell_failure(self, trip: Trip, status: int, cause: Cause) -> None:
         siblings = [t for t in self.trips.values() if t.group == trip.group] if trip.group else []
         self.witness.failed(trip, siblings, status, cause)
-        told = trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
-        self.abort(request_id for request_id in told if request_id != trip.request_id)
+        trip.front_end.fail(trip.request_id, status, cause.message, cause.retry_after_s)
+        self.abort(sibling.request_id for sibling in siblings if sibling is not trip)
 
     def _flush(self, worker: Worker | None = None, step: Any = None) -> None:
         """Takes the decisions that one message made possible, and passes on the outputs that it led to."""
+        for group in self.siblings.held_up():
+            self._let_follow(group)
         self._placing.settle()
         self._replies.flush(worker.index if worker is not None else 0, step)
 
@@ -409,6 +428,4 @@ class Dispatcher:
         if self.trips.pop(trip.request_id, None) is not None:
             self.witness.ended(trip)
         self._sending.expect_late_news(trip)
-        heir = self.trips.get(self.siblings.leave(trip) or "")
-        if heir is not None:
-            self._placing.queue(heir)
+        self._inherit(self.siblings.leave(trip))

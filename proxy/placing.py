@@ -37,9 +37,9 @@ class Placing:
         self._scheduler.add(trip.request_id, trip.shape, trip.lifetime.last("arrived") or now_s, now_s)
         self._changed = True
 
-    def follow(self, trip: Trip, worker_id: str) -> None:
-        """A sibling goes where its prompt is, without having queued."""
-        self._scheduler.follow(trip.request_id, trip.shape, worker_id, time.monotonic())
+    def follow(self, trip: Trip, worker_id: str) -> bool:
+        """A sibling goes where its prompt is, without having queued; False if there is no room for it."""
+        return self._scheduler.follow(trip.request_id, trip.shape, worker_id, time.monotonic())
 
     def prompt_computed(self, trip: Trip) -> None:
         """A prefill has ended, or a worker that does everything gave its first token."""
@@ -52,7 +52,7 @@ class Placing:
     def forget(self, trip: Trip) -> None:
         """A request has ended."""
         ended_by_itself = trip.lifetime.last("finished") is not None
-        self._scheduler.remove(trip.request_id, time.monotonic(), trip.num_outputs if ended_by_itself else None)
+        self._scheduler.remove(trip.request_id, time.monotonic(), trip.num_tokens if ended_by_itself else None)
         self._changed = True
 
     # -------------------------------------------------------------------------------------------------- workers

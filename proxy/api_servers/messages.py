@@ -37,6 +37,8 @@ class Add(msgspec.Struct, tag="add", frozen=True):
     """What it may expect."""
     group: str
     """Names its siblings (`n > 1`); empty otherwise."""
+    choices: Count = 1
+    """`n`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

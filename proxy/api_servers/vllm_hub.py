@@ -234,6 +234,8 @@ class ApiServerHub:
     def _add(
         self, dispatcher: Dispatcher, front_end: RemoteFrontEnd, add: messages.Add, frames: Sequence[zmq.Frame]
     ) -> None:
+        if not front_end.arrivals.admits(add.request_id, add.group, add.choices):
+            return
         try:
             request = self._decoder.decode(frames)
             shape = replace(describe(request, self._returns_routed_experts), standing=add.standing)
@@ -242,7 +244,7 @@ class ApiServerHub:
             front_end.fail(add.request_id, 500, "The request was damaged on its way to the dispatcher; try again", None)
             return
         group = front_end.prefix + add.group if add.group else ""
-        dispatcher.add(front_end.prefix + add.request_id, request, shape, group, front_end)
+        dispatcher.add(front_end.prefix + add.request_id, request, shape, group, add.choices, front_end)
 
     def _spawn(self, answer: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(answer)

@@ -42,8 +42,9 @@ class RemoteClient(FrontEndClient):
     def _outputs(self) -> "asyncio.Queue[Any]":
         return self._queue
 
-    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
-        self._link.send(messages.Add(request.request_id, shape.standing, group), self._encoder.encode(request))
+    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str, choices: int) -> None:
+        add = messages.Add(request.request_id, shape.standing, group, choices)
+        self._link.send(add, self._encoder.encode(request))
 
     def _abort(self, request_ids: Iterable[str], *, answered: bool = False) -> None:
         if ids := list(request_ids):
@@ -85,5 +86,5 @@ class RemoteClient(FrontEndClient):
 
     def _take_failure(self, request_id: str, status: int, message: str, retry_after_s: float | None) -> None:
         ended = self.tell_client(request_id, status, message, retry_after_s)
-        # The dispatcher has ended this one; its siblings it still works for.
+        # The dispatcher has ended what it knew of the siblings, but not if it could not read this one.
         self._abort(sibling for sibling in ended if sibling != request_id)

@@ -3,8 +3,8 @@
 Relies on vLLM 0.32: `EngineCoreRequest`, `EngineCoreOutputs.scheduler_stats`, `MsgpackEncoder`, `MsgpackDecoder`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import zmq
@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from proxy.api_servers import messages
+from proxy.api_servers.arrivals import Arrivals
 
 
 class BadRequest(Exception):
@@ -47,14 +48,14 @@ class RemoteFrontEnd:
     encoder: MsgpackEncoder
     send: "Callable[[RemoteFrontEnd, messages.ToApiServer, Sequence[Any]], None]"
     ready: bool = False
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
     def take(self, outputs: Any) -> None:
         # The engine's statistics are shown by the API server beside the dispatcher, once.
         outputs.scheduler_stats = None
         self.send(self, messages.Outputs(), self.encoder.encode(outputs))
 
-    def fail(self, request_id: str, status: int, message: str, retry_after_s: float | None) -> Iterable[str]:
+    def fail(self, request_id: str, status: int, message: str, retry_after_s: float | None) -> None:
         own_id = request_id.removeprefix(self.prefix)
+        self.arrivals.failed(own_id)
         self.send(self, messages.Failed(own_id, status, message, retry_after_s), ())
-        # It aborts the siblings itself, as soon as it knows.
-        return ()

@@ -3,17 +3,22 @@
 Pure bookkeeping: it says who must be placed, and who may follow their leader to the worker that has the prompt.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.flights.flight import Stage
 from proxy.flights.trip import Trip
+from proxy.slo.party import UNANSWERED, Party
 
 
 @dataclass(slots=True)
 class _Group:
     leader: str
-    members: set[str]
+    party: Party
+    members: set[str] = field(default_factory=set)
+    arrived: int = 0
+    """Members that there were so far."""
     waiting: list[str] = field(default_factory=list)
     """Request ids in order of arrival."""
     scores: Any = None
@@ -33,6 +38,7 @@ class Siblings:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+        self._held_up: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -41,11 +47,10 @@ class Siblings:
         """Takes a request into its group, if it has one; True if it must wait for its leader."""
         if not trip.group:
             return False
-        group = self._groups.get(trip.group)
-        if group is None:
-            self._groups[trip.group] = _Group(trip.request_id, {trip.request_id})
-            return False
+        group = self._groups.setdefault(trip.group, _Group("", Party(trip.choices)))
         group.members.add(trip.request_id)
+        group.arrived += 1
+        trip.party = group.party
         if group.leader:
             group.waiting.append(trip.request_id)
             return True
@@ -59,12 +64,24 @@ class Siblings:
 
     def following(self, leader: Trip) -> Following | None:
         """Who may follow now, given where `leader` stands; they wait no longer. None if nobody."""
+        self._held_up.pop(leader.group, None)
         group = self._groups.get(leader.group)
         if group is None or group.leader != leader.request_id or not group.waiting or not _has_prompt(leader):
             return None
         group.scores = group.scores or leader.scores
         followers, group.waiting = tuple(group.waiting), []
         return Following(followers, group.scores)
+
+    def hold_up(self, leader: Trip, request_ids: Sequence[str]) -> None:
+        """These could not follow yet: there is no room for them where the prompt is."""
+        group = self._groups.get(leader.group)
+        if group is not None:
+            group.waiting = [*request_ids, *group.waiting]
+            self._held_up[leader.group] = None
+
+    def held_up(self) -> list[str]:
+        """Groups with members that wait for room where their prompt is."""
+        return list(self._held_up)
 
     def leave(self, trip: Trip) -> str | None:
         """A request has ended. Returns the request id of the sibling that leads from now on and must be placed."""
@@ -74,10 +91,12 @@ class Siblings:
         group.members.discard(trip.request_id)
         if trip.request_id in group.waiting:
             group.waiting.remove(trip.request_id)
-        if not group.members:
+        heir = _succeed(group, trip)
+        # Members may still be on their way here, unless the client has left or been refused.
+        if not group.members and (group.arrived >= trip.choices or trip.account.outcome in UNANSWERED):
             del self._groups[trip.group]
-            return None
-        return _succeed(group, trip)
+            self._held_up.pop(trip.group, None)
+        return heir
 
     def resign(self, trip: Trip) -> str | None:
         """A request goes on alone, with a prompt of its own. Returns the sibling that leads now and must be placed."""

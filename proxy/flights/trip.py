@@ -10,6 +10,7 @@ from proxy.flights.front_end import FrontEnd
 from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
+from proxy.slo.party import Party
 
 
 @dataclass(slots=True)
@@ -30,6 +31,10 @@ class Trip:
     """How it fares against its class."""
     group: str = ""
     """Names the siblings of an `n > 1` request; empty otherwise."""
+    choices: int = 1
+    """`n`: how many siblings there are or will be, this one included."""
+    party: Party | None = None
+    """How the siblings fare together."""
     legs: dict[LegKind, str] = field(default_factory=dict)
     """Engine request id of each leg that runs."""
     transfer_id: str = ""
@@ -52,6 +57,11 @@ class Trip:
     def rest(self) -> Any:
         """The `EngineCoreRequest` that legs are made of."""
         return self.request if self.continued is None else self.continued
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its answer so far; where they are not kept, an output counts as one."""
+        return self.num_outputs if self.sent is None else len(self.sent)
 
     @property
     def label(self) -> str:

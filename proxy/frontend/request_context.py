@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 from proxy.scheduling.slo import DEFAULT_STANDING, Standing
 
-PRIORITY_LIMIT = 1 << 20
+DEFAULT_PRIORITY_RANGE = 1000
+
+
+class PriorityOutOfRange(ValueError):
+    """A client asks for more, or for less, than anybody may."""
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -18,6 +22,8 @@ class RequestContext:
     """Of one HTTP request, which may lead to several generations."""
 
     standing: Standing = DEFAULT_STANDING
+    priority_range: int = DEFAULT_PRIORITY_RANGE
+    """A generation's own `priority` lies between minus this and this."""
     retry_after_s: float | None = None
     """When it is worth trying again, set when one of its generations was turned away."""
 
@@ -26,11 +32,14 @@ CURRENT: ContextVar[RequestContext | None] = ContextVar("twinpool_request", defa
 
 
 def current_standing(priority: int) -> Standing:
-    """The standing of a generation with this `priority` of its own, in the task of its request."""
-    context = CURRENT.get()
-    standing = context.standing if context is not None else DEFAULT_STANDING
+    """The standing of a generation with this `priority` of its own, in the task of its request.
+
+    Raises `PriorityOutOfRange` with a sentence for the client.
+    """
+    context = CURRENT.get() or RequestContext()
     if not priority:
-        return standing
-    # Bounded, since the sum travels in messages; a client's number may have 64 bits.
-    summed = max(-PRIORITY_LIMIT, min(PRIORITY_LIMIT, standing.priority + priority))
-    return replace(standing, priority=summed)
+        return context.standing
+    if abs(priority) > context.priority_range:
+        bounds = f"this server takes {-context.priority_range} to {context.priority_range} (slo.priority_range)"
+        raise PriorityOutOfRange(f"priority is {priority}, but {bounds}")
+    return replace(context.standing, priority=context.standing.priority + priority)

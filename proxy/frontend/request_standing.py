@@ -61,9 +61,9 @@ class RequestStanding:
             return
         context = CURRENT.get()
         if context is None:
-            CURRENT.set(RequestContext(standing))
-        else:
-            context.standing = standing
+            context = RequestContext()
+            CURRENT.set(context)
+        context.standing, context.priority_range = standing, self._rules.priority_range
         await self._app(scope, receive, send)
 
 

@@ -24,7 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from proxy.dispatch import Dispatcher
 from proxy.dispatch_settings import DispatchSettings
-from proxy.frontend.request_context import CURRENT, RequestContext, current_standing
+from proxy.frontend.request_context import CURRENT, PriorityOutOfRange, RequestContext, current_standing
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.view import RequestShape
@@ -63,8 +63,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         """`EngineCoreOutputs` for this front end, or the exception that ends it."""
 
     @abstractmethod
-    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
-        """Hands a request to the dispatcher; `group` names its siblings."""
+    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str, choices: int) -> None:
+        """Hands a request to the dispatcher; `group` names its siblings, if it is one of several `choices`."""
 
     @abstractmethod
     def _abort(self, request_ids: Iterable[str], *, answered: bool) -> None:
@@ -81,7 +81,7 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
     # ----------------------------------------------------------------------------------------------- requests
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Takes a request; raises `VLLMValidationError` (400) if it carries `kv_transfer_params`."""
+        """Takes a request; raises `VLLMValidationError` (400) for `kv_transfer_params` or such a `priority`."""
         if request.abort_immediately:
             # vLLM's way to free blocks held for a hand-over between its own servers; ours have other owners.
             return
@@ -95,12 +95,16 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         except ClientTransferParams as error:
             self._withdraw(request.request_id)
             raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
-        shape = replace(shape, standing=current_standing(request.priority))
+        try:
+            shape = replace(shape, standing=current_standing(request.priority))
+        except PriorityOutOfRange as error:
+            self._withdraw(request.request_id)
+            raise VLLMValidationError(str(error), parameter="priority") from error
         context = CURRENT.get()
         if context is not None:
             self._contexts[request.request_id] = context
         parent = self._front_end.request_states[request.request_id].parent_req
-        self._submit(request, shape, parent.request_id if parent is not None else "")
+        self._submit(request, shape, *((parent.request_id, parent.n) if parent is not None else ("", 1)))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Ends requests on every worker."""
@@ -259,8 +263,8 @@ class ClusterClient(FrontEndClient):
     def _outputs(self) -> "asyncio.Queue[Any]":
         return self.dispatcher.outputs
 
-    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str) -> None:
-        self.dispatcher.add(request.request_id, request, shape, group)
+    def _submit(self, request: EngineCoreRequest, shape: RequestShape, group: str, choices: int) -> None:
+        self.dispatcher.add(request.request_id, request, shape, group, choices)
 
     def _abort(self, request_ids: Iterable[str], *, answered: bool) -> None:
         self.dispatcher.abort(request_ids, answered=answered)

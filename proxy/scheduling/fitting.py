@@ -60,6 +60,8 @@ class _Offer:
     cached: int
     worker: PrefillWorker
     takes: bool
+    avoided: bool
+    """The request was just lost under it: it comes last."""
 
 
 def fit(
@@ -109,14 +111,14 @@ def _through_prefill(
     urgency: Urgency = (entry.rank, entry.deadline_s)
     offers = sorted(
         (
-            _offer(pools, worker, urgency, shape.num_prompt_tokens, cached, now_s)
+            _offer(pools, worker, urgency, shape, cached, now_s)
             for worker in pools.prefill_candidates(needed, cached, shape.avoid, hands_over=isinstance(way, Remote))
         ),
-        key=lambda offer: (round(offer.key, SAME_S), offer.worker.listed),
+        key=lambda offer: (offer.avoided, round(offer.key, SAME_S), offer.worker.listed),
     )
     if not offers:
         return NoFit("no_prefill_worker", 0.0, 0.0)
-    shortest_s = min(offer.ahead_s for offer in offers)
+    shortest_s = min(offer.ahead_s for offer in offers if offer.avoided == offers[0].avoided)
     if isinstance(way, Remote) and (spill := _overflow(pools, shape, expected, shortest_s)) is not None:
         return spill
     reason, full_for = "prefill_full", set[str]()
@@ -140,11 +142,11 @@ def _offer(
     pools: Pools,
     worker: PrefillWorker,
     urgency: Urgency,
-    num_tokens: int,
+    shape: RequestShape,
     cached: Mapping[str, int],
     now_s: float,
 ) -> _Offer:
-    ahead = worker.queue_for(urgency, now_s)
+    ahead, num_tokens = worker.queue_for(urgency, now_s), shape.num_prompt_tokens
     # The last token is always computed: somebody has to sample.
     have = min(cached.get(worker.facts.worker_id, 0), num_tokens - 1) if cached else 0
     prefill_s = worker.costs.prefill_s(num_tokens - have, have)
@@ -152,7 +154,8 @@ def _offer(
     key = in_s
     if have:
         key += min(worker.costs.prefill_s(num_tokens) - prefill_s, pools.excess_s(worker, now_s))
-    return _Offer(key, in_s, ahead.seconds, prefill_s, have, worker, worker.takes(ahead))
+    avoided = worker.facts.worker_id == shape.avoid
+    return _Offer(key, in_s, ahead.seconds, prefill_s, have, worker, worker.takes(ahead), avoided)
 
 
 def _fit(

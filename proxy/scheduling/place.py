@@ -38,7 +38,7 @@ class Policy:
     """Prompts with fewer tokens that a decode worker lacks are prefilled there."""
     on_no_prefill: OnNoPrefill
     max_queued_requests: int = 1000
-    """Beyond it requests are answered 429. Continuations of broken streams do not count."""
+    """Beyond it requests are answered 429. Those of which clients have got something do not count."""
     prior_prefill_tokens_per_s: float = 900.0
     """What a worker is believed to prefill before it has been watched."""
     prior_decode_step_s: float = 0.04

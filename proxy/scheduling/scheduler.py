@@ -93,9 +93,9 @@ class Scheduler:
         if request_id in self._waiting:
             self._fresh[request_id] = None
 
-    def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> None:
-        """A sibling runs where its prompt is; it never was in the queue. Workers that are unknown are not charged."""
-        self.books.follow(request_id, shape, worker_id, now_s)
+    def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> bool:
+        """A sibling that never was in the queue goes where its prompt is; False if there is no room for it now."""
+        return self.books.follow(request_id, shape, worker_id, now_s)
 
     def remove(self, request_id: str, now_s: float, num_output_tokens: int | None = None) -> None:
         """A request has ended or was lost; nothing of it counts any more. Unknown ones are ignored.
@@ -231,7 +231,7 @@ class Scheduler:
                 if demoted is None:
                     return
                 newcomer, entry = demoted, demoted.entry
-        if not entry.shape.continues and self._backlog.count > self._policy.max_queued_requests:
+        if not entry.shape.promised and self._backlog.count > self._policy.max_queued_requests:
             leaving = self._waiting[self._backlog.surplus(entry)]
             self._leave(leaving, now_s, served=False)
             message = f"{self._policy.max_queued_requests} requests are waiting already; try again later."

@@ -49,10 +49,17 @@ class RequestShape:
     standing: Standing = DEFAULT_STANDING
     continues: bool = False
     """It goes on with a stream whose worker was lost; its prompt ends in tokens that the client has."""
+    accepted: bool = False
+    """The client has got another choice of the same answer, or a part of it."""
     avoid: str = ""
-    """The worker under which it was just lost: only if there is no other."""
+    """The worker under which it was just lost: only if no other takes it now."""
     prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
     """What to ask `PrefixIndex` for."""
+
+    @property
+    def promised(self) -> bool:
+        """Its client has got something already, so it is not turned away."""
+        return self.continues or self.accepted
 
 
 class CachedPrefixes(Protocol):

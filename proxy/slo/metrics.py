@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from proxy.scheduling.slo import PROBE, SloClass, Standing
 from proxy.slo.account import Account, Outcome
+from proxy.slo.party import Party
 
 GAP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -65,7 +66,7 @@ class SloMetrics:
         """By class, of those that had a request."""
         self._requests = Counter(
             "twinpool_slo_requests",
-            "Requests that ended, by class and outcome; each choice of n and each prompt of a batch is one.",
+            "Requests that ended, by class and outcome; each prompt of a batch is one, with all its choices (n).",
             ("slo_class", "outcome"),
             registry=registry,
         )
@@ -83,13 +84,19 @@ class SloMetrics:
         slo = standing.slo
         return Account(slo, GapCounts() if slo.name == PROBE.name else self._gaps.of(slo.name))
 
-    def close(self, account: Account) -> None:
-        """The request has ended; what nobody told how it ended was given up by its client."""
+    def close(self, account: Account, party: Party | None = None) -> None:
+        """The request has ended; what nobody told how it ended was given up by its client.
+
+        `party`: that of the choices it is one of.
+        """
         account.settle("aborted")
         if account.slo.name == PROBE.name or account.outcome is None:
             return
-        self.outcomes.setdefault(account.slo, Counts())[account.outcome] += 1
-        self._requests.labels(account.slo.name, account.outcome).inc()
+        outcome = account.outcome if party is None else party.ended(account.outcome)
+        if outcome is None:
+            return
+        self.outcomes.setdefault(account.slo, Counts())[outcome] += 1
+        self._requests.labels(account.slo.name, outcome).inc()
 
     def rejected(self, account: Account, reason: str) -> None:
         """The request was turned away."""

@@ -24,6 +24,8 @@ class SloRules:
     """The configured classes, ready to be asked."""
 
     def __init__(self, config: SloConfig) -> None:
+        self.priority_range = config.priority_range
+        """A request's own priority lies between minus this and this."""
         default = SloClass(DEFAULT_CLASS, config.ttft_s, config.itl_s, config.on_overload)
         self.classes: Mapping[str, SloClass] = {
             DEFAULT_CLASS: default,

@@ -133,7 +133,7 @@ class Witness:
 
     def ended(self, trip: Trip) -> None:
         """Nothing is left of a request."""
-        self._metrics.slo.close(trip.account)
+        self._metrics.slo.close(trip.account, trip.party)
 
     def account(self, shape: RequestShape) -> Account:
         """The account of a request of this shape."""

@@ -53,19 +53,30 @@ class Books:
             fit.decode.local_prefills += fit.overflow
             self.pools.decode_changed(fit.decode)
 
-    def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> None:
-        """A sibling runs where its prompt is: only its answer takes room."""
-        prefill, decode = self.pools.prefill.get(worker_id), self.pools.decode.get(worker_id)
-        held = self.held[request_id] = Held(prefill, decode, running=True)
-        if prefill is not None:
+    def follow(self, request_id: str, shape: RequestShape, worker_id: str, now_s: float) -> bool:
+        """A sibling runs where its prompt is, and only its answer takes room; False if there is none.
+
+        Workers that are unknown are not charged.
+        """
+        worker = self.pools.life(worker_id)
+        if isinstance(worker, PrefillWorker):
             work = prefill_work(1, shape.num_prompt_tokens - 1)
             urgency = ((1, shape.standing.priority), now_s)
-            prefill.begin(request_id, Job(urgency, work, prefill.costs.seconds(work)), now_s)
-            self.pools.prefill_changed(prefill)
-        if decode is not None:
-            held.blocks = decode.blocks_of(self.lengths.expected(shape.max_tokens) + 1)
-            decode.take(held.blocks, shape.standing.slo.itl_s, running=True)
-            self.pools.decode_changed(decode)
+            if not worker.takes(worker.queue_for(urgency, now_s)):
+                return False
+            self.held[request_id] = Held(worker, running=True)
+            worker.begin(request_id, Job(urgency, work, worker.costs.seconds(work)), now_s)
+            self.pools.prefill_changed(worker)
+        elif isinstance(worker, DecodeWorker):
+            blocks = worker.blocks_of(self.lengths.expected(shape.max_tokens) + 1)
+            if not worker.has_room(blocks):
+                return False
+            self.held[request_id] = Held(None, worker, blocks, running=True)
+            worker.take(blocks, shape.standing.slo.itl_s, running=True)
+            self.pools.decode_changed(worker)
+        else:
+            self.held[request_id] = Held(running=True)
+        return True
 
     def prompt_computed(self, request_id: str, now_s: float) -> bool:
         """The prefill of a request has ended where it was placed; False if that is known."""

@@ -116,6 +116,10 @@ class Pools:
     def _fits(self, prefill_layout: str, decode_layout: str) -> bool:
         return prefill_layout == decode_layout or (prefill_layout, decode_layout) in self._compatible
 
+    def life(self, worker_id: str) -> PrefillWorker | DecodeWorker | None:
+        """The present or last life of a worker, also of one that takes no new requests."""
+        return self.prefill.get(worker_id) or self.decode.get(worker_id) or self._away.get(worker_id)
+
     # ------------------------------------------------------------------------------------------------- asking
 
     def can_hand_over(self, needed: int) -> bool:
@@ -138,7 +142,7 @@ class Pools:
     ) -> list[PrefillWorker]:
         """Those that will be free first, and those that have most of the prompt; only such as accept the tokens.
 
-        `knowing`: tokens of the prompt that workers have. `avoid`: a worker that is left out unless it is the only one.
+        `knowing`: tokens of the prompt that workers have. `avoid`: a worker that takes nobody's place among them.
         `hands_over`: only those with a layout that fits some decode worker's.
         """
 
@@ -153,34 +157,30 @@ class Pools:
         if len(known) > ASKED:
             known = nlargest(ASKED, known, key=lambda worker: knowing[worker.facts.worker_id])
         asked.update((worker.facts.worker_id, worker) for worker in known)
-        if len(asked) > 1:
-            asked.pop(avoid, None)
         return list(asked.values())
 
     def decode_for(
         self, needed: int, num_tokens: int, prefill: PrefillWorker | None = None, avoid: str = ""
     ) -> DecodeWorker | None:
-        """The best decode worker with room for `num_tokens`, that accepts `needed` and fits `prefill`."""
+        """The best decode worker with room for `num_tokens`, that accepts `needed` and fits `prefill`.
+
+        `avoid`: a worker that is taken only if no other has room now.
+        """
         layouts = tuple(self._decode_order) if prefill is None else self._partners[prefill.facts.fingerprint]
-        avoided = avoid if avoid in self.decode and self._others_accept(needed, layouts, avoid) else ""
         best: DecodeWorker | None = None
+        avoided: DecodeWorker | None = None
         for layout in layouts:
             for place in self._decode_order[layout]:
                 if best is not None and best.listed < place:
                     break
                 worker = self._decode_by_index[place[-1]]
-                fits = worker.has_room(worker.blocks_of(num_tokens)) and worker.facts.max_model_len >= needed
-                if fits and worker.facts.worker_id != avoided:
+                if not worker.has_room(worker.blocks_of(num_tokens)) or worker.facts.max_model_len < needed:
+                    continue
+                if worker.facts.worker_id != avoid:
                     best = worker
                     break
-        return best
-
-    def _others_accept(self, needed: int, layouts: tuple[str, ...], avoid: str) -> bool:
-        return any(
-            worker.facts.worker_id != avoid and worker.facts.max_model_len >= needed
-            for worker in self.decode.values()
-            if worker.facts.fingerprint in layouts
-        )
+                avoided = worker
+        return best or avoided
 
     def excess_s(self, worker: PrefillWorker, now_s: float) -> float:
         """Recent work of a prefill worker beyond its part, with some tolerance."""

@@ -22,7 +22,7 @@ def judge(
     stretched_s = first_token_in_s * caution if first_token_in_s > alone_s else first_token_in_s
     late_s = now_s + stretched_s - entry.deadline_s
     slo = entry.shape.standing.slo
-    if late_s <= 0.0 or entry.shape.continues or entry.demoted or slo.on_overload == "queue":
+    if late_s <= 0.0 or entry.shape.promised or entry.demoted or slo.on_overload == "queue":
         return None
     if slo.on_overload == "demote":
         return "demote"

@@ -6,7 +6,7 @@ Rank = tuple[int, int]
 
 
 class Backlog:
-    """Counts every waiting request that continues no broken stream."""
+    """Counts every waiting request of which its client has nothing yet."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -15,7 +15,7 @@ class Backlog:
 
     def add(self, entry: Entry) -> None:
         """A request waits."""
-        if entry.shape.continues:
+        if entry.shape.promised:
             return
         tenant = entry.shape.standing.tenant
         self._tenants.setdefault(tenant, {}).setdefault(entry.rank, {})[entry.request_id] = None
@@ -24,7 +24,7 @@ class Backlog:
 
     def remove(self, entry: Entry) -> None:
         """It does not wait any more."""
-        if entry.shape.continues:
+        if entry.shape.promised:
             return
         tenant, rank = entry.shape.standing.tenant, entry.rank
         ranks = self._tenants[tenant]

@@ -74,6 +74,7 @@ class FakeWorker:
         *,
         fingerprint: str = "f1",
         max_model_len: int = 4096,
+        max_num_seqs: int = 8,
         heartbeat_s: float = 0.05,
         model: str = MODEL,
         protocol: int = messages.PROTOCOL_VERSION,
@@ -112,6 +113,7 @@ class FakeWorker:
         """Tokens it claims to have computed since the last report."""
         self._tokens_computed = 0
         self._hello_facts = (fingerprint, max_model_len, model, protocol)
+        self._max_num_seqs = max_num_seqs
         self._heartbeat_s = heartbeat_s
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -165,7 +167,9 @@ class FakeWorker:
 
     async def hello(self, proxies_lost: int = 0) -> None:
         fingerprint, max_model_len, model, protocol = self._hello_facts
-        facts = messages.EngineFacts(model, max_model_len, BLOCK_SIZE, 1000, 8, 512, 1, "bfloat16", ["generate"])
+        facts = messages.EngineFacts(
+            model, max_model_len, BLOCK_SIZE, 1000, self._max_num_seqs, 512, 1, "bfloat16", ["generate"]
+        )
         await self.say(
             messages.WorkerHello(
                 protocol,

@@ -168,6 +168,44 @@ async def test_of_three_siblings_one_is_handed_over_and_the_others_follow(tmp_pa
         cluster.assert_idle()
 
 
+@pytest.mark.parametrize("values", [{}, {"max_tokens": 1}, {"presence_penalty": 0.5}])
+async def test_siblings_follow_as_there_is_room(tmp_path: Path, values: Any) -> None:
+    async with mini_cluster(tmp_path, "prefill-0") as cluster:
+        await cluster.join("decode-0", max_num_seqs=4)
+        worker = cluster["prefill-0" if "max_tokens" in values else "decode-0"]
+        worker.step_s = 0.002
+        most = 0
+        answers = asyncio.create_task(cluster.run(n=40, temperature=0.8, **values))
+        while not answers.done():
+            most = max(most, len(worker.running))
+            await asyncio.sleep(0.001)
+        answer = await answers
+        assert answer.tokens == {index: generate(PROMPT, values.get("max_tokens", 5)) for index in range(40)}
+        assert 2 <= most <= (8 if "max_tokens" in values else 4)
+        assert len(worker.submitted) == 40
+        await until(lambda: cluster.client.dispatcher.trips == {})
+        cluster.assert_idle()
+
+
+async def test_siblings_that_wait_for_room_survive_the_worker_that_their_prompt_is_on(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path, "prefill-0") as cluster:
+        await cluster.join("decode-0", max_num_seqs=4)
+        await cluster.join("decode-1", max_num_seqs=4)
+        for name in ("decode-0", "decode-1"):
+            cluster[name].close_gate_after = 2
+        collector = await cluster.add(cluster.request(n=20, temperature=0.8))
+        await until(lambda: sum(len(cluster[name].submitted) for name in ("decode-0", "decode-1")) >= 4)
+        loaded = max(("decode-0", "decode-1"), key=lambda name: len(cluster[name].submitted))
+        assert len(cluster[loaded].submitted) == 4
+        for name in ("decode-0", "decode-1"):
+            cluster[name].open_gate()
+        cluster.kill(loaded)
+        answer = await read(collector)
+        assert answer.tokens == {index: generate(PROMPT, 5) for index in range(20)}
+        await until(lambda: cluster.client.dispatcher.trips == {})
+        cluster.assert_idle()
+
+
 async def test_siblings_follow_a_leader_that_ends_at_once_when_its_scores_come(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path, "prefill-0", "decode-0", "decode-1") as cluster:
         cluster["prefill-0"].output_delay_s = 0.3  # the decode worker has long finished, and its outputs wait

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SloConfig
-from proxy.frontend.request_context import PRIORITY_LIMIT, current_standing
+from proxy.frontend.request_context import PriorityOutOfRange, current_standing
 from proxy.frontend.request_standing import RequestStanding, model_of
 from proxy.frontend.status_line import Message, StatusLine
 from proxy.scheduling.slo import Standing
@@ -67,9 +67,22 @@ async def test_every_task_of_a_request_sees_its_standing_and_adds_its_own_priori
     assert current_standing(0) == Standing(), "nothing is left behind"
 
 
-async def test_priorities_are_bounded() -> None:
-    assert current_standing(1 << 62).priority == PRIORITY_LIMIT
-    assert current_standing(-(1 << 62)).priority == -PRIORITY_LIMIT
+@pytest.mark.parametrize("priority", [1 << 62, -(1 << 62), 1001, -1001])
+async def test_a_priority_that_would_go_before_everybodys_is_refused(priority: int) -> None:
+    with pytest.raises(PriorityOutOfRange, match=f"priority is {priority}, but this server takes -1000 to 1000"):
+        current_standing(priority)
+    assert current_standing(-1000).priority == -1000
+
+
+async def test_the_operator_says_which_priorities_there_are() -> None:
+    rules = SloRules(SloConfig(priority_range=0))
+
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        assert current_standing(0) == Standing(rules.classes["default"])
+        with pytest.raises(PriorityOutOfRange):
+            current_standing(-1)
+
+    await RequestStanding(app, rules)({"type": "http", "method": "POST"}, None, None)  # type: ignore[arg-type]
 
 
 async def test_the_models_name_decides_and_the_body_arrives_whole() -> None:

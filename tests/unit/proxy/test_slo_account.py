@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from proxy.scheduling.slo import PROBE, SloClass, Standing
-from proxy.slo.account import Account
+from proxy.slo.account import Account, Outcome
 from proxy.slo.metrics import GapCounts, SloMetrics
+from proxy.slo.party import Party
 
 GOLD = SloClass("gold", ttft_s=1.0, itl_s=0.1)
 
@@ -85,6 +86,23 @@ def test_every_gap_is_in_the_histogram_and_every_request_counted_once() -> None:
     assert value("requests_rejected_total", reason="overload") == 1
     metrics.unregister()
     assert list(registry.collect()) == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "together"),
+    [
+        (("attained", "attained"), "attained"),
+        (("missed_ttft", "attained"), "missed_ttft"),
+        (("missed_itl", "missed_ttft"), "missed_both"),
+        (("attained", "failed", "failed"), "failed"),
+        (("rejected",), "rejected"),
+        (("attained", "aborted"), "aborted"),
+    ],
+)
+def test_choices_count_as_one_by_the_worst_of_them(outcomes: tuple[Outcome, ...], together: Outcome) -> None:
+    party = Party(max(2, len(outcomes)))
+    told = [said for outcome in outcomes if (said := party.ended(outcome)) is not None]
+    assert told == [together]
 
 
 def test_the_proxys_own_requests_are_not_counted() -> None:

@@ -36,7 +36,7 @@ async def test_answers_are_counted_by_what_they_attained(tmp_path: Path) -> None
         belongs_to("gold")
         await cluster.run()
         await cluster.run(n=2, temperature=0.8)
-        assert counted(cluster) == {"attained": 3}
+        assert counted(cluster) == {"attained": 2}, "choices of one answer count as one"
         assert cluster.metric("itl_seconds_count", slo_class="gold") == 12
         belongs_to("slow", ttft_s=1e-6, itl_s=1e-6)
         await cluster.run()
@@ -62,6 +62,7 @@ async def test_a_stop_string_is_an_answer_and_a_client_that_leaves_is_not(tmp_pa
         cluster.front_end.process_outputs = find_stop
         await cluster.add(stopped)
         await until(lambda: counted(cluster) == {"attained": 1, "aborted": 1})
+        assert len(cluster.client.dispatcher._placing._scheduler.books.lengths._recent) == 1, "how long answers get"
         cluster.assert_idle()
 
 
@@ -78,7 +79,11 @@ async def test_who_no_worker_ever_had_is_rejected_and_the_rest_has_failed(tmp_pa
         cluster.pool.give_up("decode-0", "Worker decode-0 died")
         with pytest.raises(GracefulHTTPError):
             await read(lost)
-        assert counted(cluster) == {"rejected": 1, "failed": 2}
+        assert counted(cluster) == {"rejected": 1, "failed": 1}
+        with pytest.raises(GracefulHTTPError):
+            await cluster.run(n=3, temperature=0.8)
+        assert counted(cluster) == {"rejected": 2, "failed": 1}, "refused at once or later, it is one request"
+        assert cluster.metric("requests_rejected_total", slo_class="gold", reason="no_decode_worker") == 1
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,16 @@ async def test_every_child_has_the_standing_of_its_request(tmp_path: Path) -> No
         await read(collector)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_priority_out_of_range_is_the_clients_error(tmp_path: Path, n: int) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+        request = cluster.request(n=n, temperature=0.8)
+        request.priority = -(1 << 40)
+        with pytest.raises(VLLMValidationError, match="this server takes -1000 to 1000"):
+            await cluster.add(request)
+        cluster.assert_idle()
+
+
 async def test_who_is_turned_away_learns_when_to_come_back(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path, "decode-0", on_no_prefill="reject") as cluster:
         context = RequestContext()

@@ -144,6 +144,22 @@ async def test_siblings_of_a_remote_request_share_its_prompt(tmp_path: Path) -> 
         hub.cluster.assert_idle()
 
 
+async def test_a_refused_remote_request_is_counted_once_however_many_choices_are_on_their_way(tmp_path: Path) -> None:
+    async with hub_of(tmp_path, "decode-0") as hub:
+        remote = await hub.join(NAMES[0])
+        hub.cluster.pool.give_up("decode-0", "Worker decode-0 died")
+        for _ in range(2):
+            with pytest.raises(GracefulHTTPError, match="No decode worker is alive"):
+                await remote.run(n=5, temperature=0.7)
+        counted = {"slo_class": "default", "reason": "no_decode_worker"}
+        assert hub.cluster.metric("requests_rejected_total", **counted) == 2
+        assert hub.cluster.metric("slo_requests_total", slo_class="default", outcome="rejected") == 2
+        (front_end,) = hub.hub._front_ends.values()
+        await until(lambda: len(front_end.arrivals) == 0)
+        remote.assert_idle()
+        hub.cluster.assert_idle()
+
+
 async def test_a_remote_client_that_leaves_ends_its_request_on_the_workers(tmp_path: Path) -> None:
     async with hub_of(tmp_path) as hub:
         remote = await hub.join(NAMES[0])

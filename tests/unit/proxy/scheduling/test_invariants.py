@@ -75,8 +75,10 @@ class Game:
                 self.states[request_id] = "new"
             case "follow":
                 request_id = f"r{len(self.states)}"
-                scheduler.follow(request_id, shape(400), f"d{value % 2}", now_s)
-                self.states[request_id] = "placed"
+                if scheduler.follow(request_id, shape(400), f"d{value % 2}", now_s):
+                    self.states[request_id] = "placed"
+                else:
+                    assert request_id not in scheduler.books.held, "no room takes no room"
             case "pools":
                 scheduler.observe_pools([WORKERS[index] for index in sorted(value)], frozenset(), now_s)
             case "load":
@@ -160,7 +162,7 @@ def test_nobody_starves_while_prompts_go_on_being_computed(requests: list[tuple[
     for _ in range(250 + 60 * len(requests)):  # the latest deadlines must pass first
         if all(game.states[request_id] != "waiting" for request_id in waiting):
             return
-        game.play("add", shape(1500, priority=-2, ttft_s=1.0, on_overload="queue"))
+        game.play("add", shape(1500, priority=-2000, ttft_s=1.0, on_overload="queue"))
         # One prompt ends and leaves.
         oldest = next(i for i, state in game.states.items() if state == "placed")
         game.scheduler.complete(oldest, game.now_s)

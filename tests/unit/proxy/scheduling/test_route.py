@@ -128,6 +128,16 @@ def test_the_worker_under_which_a_request_was_lost_is_avoided_unless_it_is_the_o
     assert first_place(scheduler("p0", "d0"), replace(LONG, avoid="p0")) == Remote("p0", "d0", "remote")
 
 
+def test_it_takes_the_request_again_if_the_others_are_full() -> None:
+    pools = scheduler("p0", facts("d0", num_blocks=100), facts("d1", num_blocks=100))
+    assert first_place(pools, replace(LONG, avoid="d0", max_tokens=1000), "first") == Remote("p0", "d1", "remote")
+    assert first_place(pools, replace(LONG, avoid="d0", max_tokens=1000), "next") == Remote("p0", "d0", "remote")
+    pools = scheduler("p0", facts("p1", max_num_batched_tokens=64), "d0")
+    for number in range(2):
+        assert first_place(pools, replace(LONG, avoid="p0"), f"ahead{number}") == Remote("p1", "d0", "remote")
+    assert first_place(pools, replace(LONG, avoid="p0")) == Remote("p0", "d0", "remote")
+
+
 @pytest.mark.parametrize("other", [{"max_model_len": 100}, {"fingerprint": "another"}])
 def test_it_is_not_avoided_either_if_the_others_will_not_do(other: dict[str, Any]) -> None:
     pools = scheduler("p0", facts("p1", **other), "d0", facts("d1", **(other if "max_model_len" in other else {})))

@@ -1,6 +1,7 @@
 """The queue of the cluster: who goes next, who waits for what, and that everything taken is given back."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -392,6 +393,38 @@ def test_siblings_are_charged_where_they_run() -> None:
         pools.remove(request_id, 0.2)
     assert pools.books.pools.decode["d0"].reserved == 0
     assert pools.books.pools.prefill["p0"].jobs == {}
+
+
+def test_siblings_wait_where_there_is_no_room_for_their_answers() -> None:
+    pools = scheduler(facts("p0", max_num_seqs=8), facts("d0", num_blocks=80, max_num_seqs=3))
+    pools.follow("a", shape(500, max_tokens=1600), "d0", 0.0)
+    assert pools.follow("b", shape(500, max_tokens=1600), "d0", 0.1)
+    assert not pools.follow("c", shape(500, max_tokens=16_000), "d0", 0.2), "no blocks"
+    assert pools.follow("d", shape(500), "d0", 0.3)
+    assert not pools.follow("e", shape(500), "d0", 0.4), "the engine runs no more at once"
+    pools.remove("a", 0.5)
+    assert pools.follow("e", shape(500), "d0", 0.6)
+    for number in range(8):
+        pools.follow(f"scored{number}", shape(1500, max_tokens=1), "p0", 0.1)
+    assert len(pools.books.pools.prefill["p0"].jobs) == 8
+    assert not pools.follow("scored8", shape(1500, max_tokens=1), "p0", 0.1)
+
+
+def test_siblings_ask_a_worker_that_drains_too() -> None:
+    pools = scheduler("p0", facts("d0", max_num_seqs=1), "d1")
+    pools.follow("a", shape(500), "d0", 0.0)
+    pools.observe_pools([facts("p0"), facts("d1")], frozenset(), 0.1)
+    assert not pools.follow("b", shape(500), "d0", 0.2)
+    pools.remove("a", 0.3)
+    assert pools.follow("b", shape(500), "d0", 0.4)
+
+
+@pytest.mark.parametrize("policy", ["reject", "demote"])
+def test_a_sibling_of_which_the_client_has_an_answer_is_not_turned_away(busy: Scheduler, policy: Any) -> None:
+    late = shape(1000, ttft_s=0.001, on_overload=policy, priority=5)
+    assert isinstance(first_place(busy, replace(late, accepted=True), "heir"), Wait)
+    assert busy.place(100.0) == []
+    assert not busy._waiting["heir"].entry.demoted
 
 
 def test_adding_twice_is_a_mistake(busy: Scheduler) -> None:
