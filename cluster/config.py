@@ -56,6 +56,13 @@ class PoolConfig(ConfigNode):
         description="Environment variables of these workers, e.g. CUDA_VISIBLE_DEVICES; they win over twinpool's.",
     )
 
+    niceness: int = Field(
+        default=10,
+        ge=0,
+        le=19,
+        description="How far these workers step back for other processes where they compute on CPUs; 0: not at all.",
+    )
+
     @field_validator("env", mode="before")
     @classmethod
     def _yaml_reads_digits_as_numbers(cls, value: object) -> object:

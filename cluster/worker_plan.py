@@ -36,6 +36,8 @@ class WorkerPlan:
     """Variables to set on top of the machine's environment."""
     cores: tuple[tuple[int, ...], ...]
     """Per rank, the logical CPUs its compute threads are bound to; empty where vLLM or the operator decides."""
+    niceness: int = 0
+    """How far its processes step back for others."""
     simulated: bool = False
     """There is no engine, see `cluster.simulated`."""
 
@@ -78,6 +80,7 @@ class WorkerPlanner:
             engine=_engine_options(self._config, pool, self._machine, self._kv_bytes),
             env={**_defaults_for_environment(self._model, self._machine), **seat.env, **pool.env},
             cores=seat.cores,
+            niceness=pool.niceness if self._machine.on_cpu else 0,
         )
 
     def left(self, worker_id: str) -> None:

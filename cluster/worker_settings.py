@@ -40,6 +40,7 @@ class WorkerSettings(BaseModel):
         default=0.1, gt=0, description="Steps with decodes in them hold as many prompt tokens as fit into this time."
     )
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
+    niceness: int = Field(default=0, ge=0, le=19, description="How far its processes step back for others.")
     start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
     prefix_events: bool = Field(default=True, description="Tell the proxy what the engine's prefix cache holds.")
     stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")

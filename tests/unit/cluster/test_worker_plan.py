@@ -183,3 +183,9 @@ def test_engines_sleep_between_messages_only_where_they_compute_on_the_same_core
     assert planned(TWO_CORES, f"pools.decode.env.{name}=spin")["decode-0"].env[name] == "spin"
     assert name not in planned(replace(TWO_CORES, environ={name: "spin"}))["decode-0"].env
     assert name not in planned(replace(TWO_CORES, gpus=("0", "1")))["decode-0"].env
+
+
+def test_workers_step_back_only_where_they_compute_on_the_proxys_cores() -> None:
+    assert planned(TWO_CORES)["decode-0"].niceness == 10
+    assert planned(TWO_CORES, "pools.decode.niceness=0")["decode-0"].niceness == 0
+    assert planned(replace(TWO_CORES, gpus=("0", "1")))["decode-0"].niceness == 0
