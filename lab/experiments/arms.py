@@ -44,7 +44,10 @@ def _slo(classes: Sequence[WorkClass], configured: Mapping[str, Any]) -> dict[st
         for work in classes
     }
     given: Mapping[str, Any] = configured.get("classes", {})
-    return {**configured, "classes": {name: {**named.get(name, {}), **given.get(name, {})} for name in named | given}}
+    return {
+        **configured,
+        "classes": {name: {**named.get(name, {}), **given.get(name, {})} for name in {**named, **given}},
+    }
 
 
 def _continuous(arm: ContinuousArm, model: str, engine: Mapping[str, Any], machine: Machine) -> list[Launch]:

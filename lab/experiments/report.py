@@ -17,6 +17,12 @@ tr.best td { font-weight: 600; } p.note { color: #555; } svg { max-width: 100%; 
 """
 
 
+_SHAPES = (
+    "Every step of the teaching servers; of all others, four samples per second of what their engines say they run. A "
+    "cluster counts a request in both of its workers while its prompt is computed: running at one, waiting at another."
+)
+
+
 def html(results: Results) -> str:
     """The report."""
     pictures = Pictures(results)
@@ -30,14 +36,21 @@ def html(results: Results) -> str:
         _goodput(results),
         _table(results),
         "<h2>Times to first token, and gaps between tokens</h2>",
-        _note("Further left is better; the dashed lines are the limits."),
+        _note(
+            "Further left is better, on both sides. Dashed lines are the limits. Left: a curve that ends below 100 % "
+            "tells of requests that failed. Right: where a curve crosses the dotted line is the gap that one in a hundred "
+            "exceeds; tokens that came in one piece count as 1 ms apart."
+        ),
         pictures.distributions(),
         "<h2>How it went over time</h2>",
-        _note("A dot is a request (left) or a gap between two tokens (right). Red lines are requests that failed."),
+        _note(
+            "A dot is a request (left) or a gap between two tokens (right). Red lines are requests that failed, "
+            "dashed lines the limits."
+        ),
         pictures.timeline(),
     ]
     if shapes := pictures.shapes():
-        parts += ["<h2>What was computed together</h2>", shapes]
+        parts += ["<h2>What was computed together</h2>", _note(_SHAPES), shapes]
     if moved := pictures.moved():
         parts += ["<h2>What separating cost</h2>", moved]
     parts += [

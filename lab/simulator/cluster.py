@@ -8,8 +8,7 @@ import simpy
 from lab.load.client import Record
 from lab.load.plan import Session
 from lab.load.work import WorkClass
-from lab.planner.plan import Asked
-from lab.planner.steps import Steps, transfer_s
+from lab.simulator.costs import Costs, StepTimes
 from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote
 from proxy.scheduling.prompt_hashes import PromptHashes
@@ -33,20 +32,6 @@ class BlockNames(PromptHashes):
 
     def __bool__(self) -> bool:
         return bool(self.block_ids)
-
-
-@dataclass(frozen=True)
-class Pools:
-    """How many workers of which size. Ranks per worker."""
-
-    num_prefill: int
-    prefill_tp: int
-    num_decode: int
-    decode_tp: int
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_prefill * self.prefill_tp + self.num_decode * self.decode_tp
 
 
 @dataclass(frozen=True)
@@ -90,14 +75,12 @@ class Outcome:
 class SimulatedCluster:
     """Made for one run."""
 
-    def __init__(self, asked: Asked, pools: Pools, rules: Rules, classes: Sequence[WorkClass]) -> None:
+    def __init__(
+        self, costs: Costs, num_prefill: int, num_decode: int, rules: Rules, classes: Sequence[WorkClass]
+    ) -> None:
         self._env = simpy.Environment()
-        self._asked, self._rules = asked, rules
-        self._same_machine = pools.num_gpus <= asked.gpus_per_machine
-        self._steps: dict[Role, Steps] = {
-            "prefill": self._steps_of(pools.prefill_tp),
-            "decode": self._steps_of(pools.decode_tp),
-        }
+        self._costs, self._rules = costs, rules
+        self._steps: dict[Role, StepTimes] = {"prefill": costs.steps("prefill"), "decode": costs.steps("decode")}
         self._standings = {
             work.name: Standing(
                 SloClass(work.name, work.ttft_s or _NO_LIMIT_S, work.itl_s or _NO_LIMIT_S, rules.on_overload)
@@ -120,9 +103,9 @@ class SimulatedCluster:
         self._all: list[Request] = []
         self._decode_tokens = 0
         self.continued = 0
-        for index in range(pools.num_prefill):
+        for index in range(num_prefill):
             self._start(f"prefill-{index}")
-        for index in range(pools.num_decode):
+        for index in range(num_decode):
             self._start(f"decode-{index}")
         self._tell_pools()
 
@@ -269,9 +252,7 @@ class SimulatedCluster:
 
     def _hand_over(self, request: Request, num_tokens: int) -> simpy.events.ProcessGenerator:
         place = request.places
-        yield self._env.timeout(
-            transfer_s(self._steps["prefill"], self._steps["decode"], num_tokens, same_machine=self._same_machine)
-        )
+        yield self._env.timeout(self._costs.transfer_s(num_tokens))
         worker = self._decode.get(request.decode)
         if request.places == place and request.request_id in self._open and worker is not None:
             worker.join(request)
@@ -294,10 +275,6 @@ class SimulatedCluster:
 
     # ------------------------------------------------------------------------------------------------- workers
 
-    def _steps_of(self, tensor_parallel: int) -> Steps:
-        asked = self._asked
-        return Steps(asked.model, asked.gpu, tensor_parallel, asked.weight_bytes, asked.kv_bytes, asked.efficiency)
-
     def _start(self, worker_id: str) -> None:
         if worker_id.startswith("prefill"):
             self._prefill[worker_id] = PrefillWorker(
@@ -317,7 +294,7 @@ class SimulatedCluster:
             epoch=str(id(self._prefill.get(worker_id) or self._decode.get(worker_id))),
             index=int(worker_id.rpartition("-")[2]),
             fingerprint="simulated",
-            max_model_len=self._asked.model.context,
+            max_model_len=self._costs.max_model_len,
             block_size=_BLOCK_TOKENS,
             num_blocks=steps.kv_tokens // _BLOCK_TOKENS,
             max_num_seqs=512,
@@ -329,6 +306,7 @@ class SimulatedCluster:
         self._scheduler.observe_pools(facts, frozenset(), self._env.now)
 
     def _record(self, request: Request) -> Record:
+        beside_s = self._costs.first_token_s
         return Record(
             work=request.work,
             session=int(request.request_id.rpartition("-")[2]),
@@ -337,9 +315,9 @@ class SimulatedCluster:
             output_tokens=request.output_tokens,
             planned_s=request.arrived_s,
             sent_s=request.arrived_s,
-            ttft_s=request.ttft_s,
+            ttft_s=None if request.ttft_s is None else request.ttft_s + beside_s,
             gaps_s=request.gaps_s,
-            end_to_end_s=request.last_s - request.arrived_s,
+            end_to_end_s=request.last_s - request.arrived_s + beside_s,
             tokens=request.sent_tokens,
             status=request.status,
             error=request.error,

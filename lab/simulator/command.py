@@ -21,7 +21,8 @@ from lab.planner.gpus import GPUS
 from lab.planner.models import UnknownModel, find_model
 from lab.planner.plan import Asked
 from lab.planner.steps import EXPECTED
-from lab.simulator.cluster import Incident, Pools, Rules, SimulatedCluster
+from lab.simulator.cluster import Incident, Rules, SimulatedCluster
+from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.plot import save_plot
 from lab.simulator.sweep import Point, front, splits, sweep
 from lab.traces.formats import TraceError, read_trace
@@ -153,7 +154,8 @@ def _one(
     classes: Sequence[WorkClass],
     sessions: Sequence[Session],
 ) -> int:
-    cluster = SimulatedCluster(asked, pools, Rules(options.on_overload), classes)
+    costs = PlannedCosts(asked, pools)
+    cluster = SimulatedCluster(costs, pools.num_prefill, pools.num_decode, Rules(options.on_overload), classes)
     if not cluster.fits(asked.work.prompt_tokens):
         raise SimulateError(
             f"{asked.model.name} on {pools.prefill_tp} and {pools.decode_tp} x {asked.gpu.name} leaves no room for a "

@@ -8,7 +8,8 @@ from lab.load.summary import ClassSummary, summarize
 from lab.load.work import WorkClass
 from lab.planner.plan import TENSOR_PARALLEL, Asked
 from lab.planner.steps import Steps
-from lab.simulator.cluster import Outcome, Pools, Rules, SimulatedCluster
+from lab.simulator.cluster import Outcome, Rules, SimulatedCluster
+from lab.simulator.costs import PlannedCosts, Pools
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def sweep(
     """The same sessions for each."""
     points = []
     for pools in candidates:
-        outcome = SimulatedCluster(asked, pools, rules, classes).run(sessions)
+        costs = PlannedCosts(asked, pools)
+        cluster = SimulatedCluster(costs, pools.num_prefill, pools.num_decode, rules, classes)
+        outcome = cluster.run(sessions)
         points.append(point_of(pools, classes, outcome))
         on_point(points[-1])
     return points

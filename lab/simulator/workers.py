@@ -1,13 +1,13 @@
-"""Simulated workers: engines that take as long as `lab.planner.steps` says, as simpy processes."""
+"""Simulated workers: engines that take as long as their costs say, as simpy processes."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import simpy
 
-from lab.planner.steps import Steps
+from lab.simulator.costs import StepTimes
 from proxy.scheduling.view import RequestShape
 
 MAX_SEQUENCES = 512
@@ -63,6 +63,28 @@ class _Job:
     urgency: tuple[Any, ...]
 
 
+def share(jobs: Iterable[_Job], budget_tokens: int) -> list[tuple[_Job, int]]:
+    """What of each prompt goes into a step: the first ones as far as the budget reaches."""
+    parts, left = [], budget_tokens
+    for job in jobs:
+        if left <= 0:
+            break
+        tokens = min(left, job.tokens_left)
+        parts.append((job, tokens))
+        left -= tokens
+    return parts
+
+
+def together(parts: Sequence[tuple[_Job, int]]) -> tuple[int, int]:
+    """(tokens, tokens before them) of one chunk that costs as much as all of these.
+
+    Prompts do not attend to each other: as many pairs of tokens as all of them have, not as one long one.
+    """
+    tokens = sum(part for _, part in parts)
+    pairs = sum(part * (job.already + part / 2) for job, part in parts)
+    return tokens, round(pairs / tokens - tokens / 2) if tokens else 0
+
+
 class PrefillWorker:
     """Computes chunks of the most urgent prompts. `on_prefilled` is called when one ends."""
 
@@ -70,7 +92,7 @@ class PrefillWorker:
         self,
         env: simpy.Environment,
         worker_id: str,
-        steps: Steps,
+        steps: StepTimes,
         chunk_tokens: int,
         on_prefilled: Callable[[Request, int], None],
     ) -> None:
@@ -109,17 +131,8 @@ class PrefillWorker:
                 yield self._wake
                 continue
             self._jobs.sort(key=lambda job: job.urgency)
-            chunk, left = [], self._chunk_tokens
-            for job in self._jobs:
-                if left <= 0:
-                    break
-                tokens = min(left, job.tokens_left)
-                chunk.append((job, tokens))
-                left -= tokens
-            tokens = sum(tokens for _, tokens in chunk)
-            # Prompts do not attend to each other: as many pairs of tokens as all of them have, not as one long one.
-            pairs = sum(part * (job.already + part / 2) for job, part in chunk)
-            already = round(pairs / tokens - tokens / 2)
+            chunk = share(self._jobs, self._chunk_tokens)
+            tokens, already = together(chunk)
             seconds = self.steps.step_s(0, 0, tokens, already)
             self.busy_s += seconds
             yield self._env.timeout(seconds)
@@ -138,7 +151,7 @@ class DecodeWorker:
         self,
         env: simpy.Environment,
         worker_id: str,
-        steps: Steps,
+        steps: StepTimes,
         local_chunk_tokens: int,
         on_token: Callable[[Request, "DecodeWorker"], None],
     ) -> None:
@@ -199,21 +212,21 @@ class DecodeWorker:
                 yield self._wake
                 continue
             stepped = self._active[:MAX_SEQUENCES]
-            job = self._local[0] if self._local else None
-            chunk = min(self._local_chunk, job.tokens_left) if job else 0
+            chunks = share(self._local, self._local_chunk)
+            tokens, already = together(chunks)
             context = self._context_tokens / len(self._active) if self._active else 0
-            seconds = self.steps.step_s(len(stepped), context, chunk, job.already if job else 0)
+            seconds = self.steps.step_s(len(stepped), context, tokens, already)
             self.busy_s += seconds
             self.num_steps += 1
             yield self._env.timeout(seconds)
             for request in stepped:
                 if not request.finished and request.decode == self.worker_id:
                     self._token(request)
-            if job is not None and self._local and self._local[0] is job:
-                job.tokens_left -= chunk
-                job.already += chunk
-                if job.tokens_left == 0:
-                    self._local.popleft()
+            for job, part in chunks:
+                job.tokens_left -= part
+                job.already += part
+                if job.tokens_left == 0 and job in self._local:
+                    self._local.remove(job)
                     self._active.append(job.request)
                     self._context_tokens += job.request.context_tokens
                     self._token(job.request)

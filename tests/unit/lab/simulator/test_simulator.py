@@ -8,14 +8,15 @@ from typer.testing import CliRunner
 from cluster.terminal.commands import app
 from lab.load.plan import plan_sessions, replay
 from lab.load.summary import summarize
-from lab.load.work import parse_work
+from lab.load.work import WorkClass, parse_work
 from lab.planner.capacity import Workload
 from lab.planner.gpus import GPUS
 from lab.planner.models import MODELS
 from lab.planner.plan import Asked, make_plan
 from lab.planner.steps import EXPECTED, Steps
-from lab.simulator.cluster import Incident, Outcome, Pools, Rules, SimulatedCluster
+from lab.simulator.cluster import Incident, Outcome, Rules, SimulatedCluster
 from lab.simulator.command import SimulateError, parse_incident, parse_pools
+from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.sweep import front, point_of, splits
 from lab.simulator.workers import PrefillWorker, Request
 from lab.traces.trace import TraceRequest
@@ -25,11 +26,15 @@ LLAMA_70B = Asked(MODELS["llama-3.1-70b"], GPUS["h100"], 16, Workload(8000, 300,
 POOLS = Pools(3, 4, 1, 4)
 
 
+def cluster(pools: Pools, rules: Rules, classes: list[WorkClass]) -> SimulatedCluster:
+    return SimulatedCluster(PlannedCosts(LLAMA_70B, pools), pools.num_prefill, pools.num_decode, rules, classes)
+
+
 def run(
     work: str, pools: Pools = POOLS, seconds: float = 30, incidents: tuple[Incident, ...] = (), rules: Rules = Rules()
 ) -> tuple[Outcome, float]:
     classes = [parse_work(work)]
-    outcome = SimulatedCluster(LLAMA_70B, pools, rules, classes).run(plan_sessions(classes, seconds, 1), incidents)
+    outcome = cluster(pools, rules, classes).run(plan_sessions(classes, seconds, 1), incidents)
     return outcome, summarize(classes, outcome.records, outcome.seconds).total.attained or 0.0
 
 
@@ -101,7 +106,7 @@ def test_shared_blocks_of_a_trace_are_computed_once_per_worker() -> None:
     use = []
     for trace in (shared, apart):
         classes = [parse_work("trace=1/s,4096+2")]
-        use.append(SimulatedCluster(LLAMA_70B, POOLS, Rules(), classes).run(replay(trace, "trace", 1)).prefill_use)
+        use.append(cluster(POOLS, Rules(), classes).run(replay(trace, "trace", 1)).prefill_use)
     assert use[0] < use[1] / 2
 
 
@@ -115,7 +120,7 @@ def test_the_front_holds_those_that_nobody_beats_in_both() -> None:
     classes = [parse_work("sum=2/s,8000+30,ttft=2,itl=0.05")]
     sessions = plan_sessions(classes, 20, 1)
     points = [
-        point_of(pools, classes, SimulatedCluster(LLAMA_70B, pools, Rules(), classes).run(sessions))
+        point_of(pools, classes, cluster(pools, Rules(), classes).run(sessions))
         for pools in (POOLS, Pools(2, 4, 1, 8), Pools(1, 4, 3, 4))
     ]
     best = front(points)
