@@ -21,7 +21,7 @@ _WORKER_OVERHEAD_BYTES = 1_250 << 20
 # An API server besides the first one: 740 MiB were measured with a tokenizer of 49,152 tokens.
 _API_SERVER_BYTES = 800 << 20
 
-_CPU_CHUNK_TOKENS = 512
+CPU_CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, k
     defaults: dict[str, Any] = {}
     if machine.on_cpu:
         # Chunks short enough that a step on one core stays near half a second.
-        defaults["max_num_batched_tokens"] = _CPU_CHUNK_TOKENS
+        defaults["max_num_batched_tokens"] = CPU_CHUNK_TOKENS
         # Compiling takes over a minute per start on one core, cached or not; it makes decode steps a fifth shorter.
         defaults["enforce_eager"] = True
         if "VLLM_CPU_KVCACHE_SPACE" not in pool.env and not machine.environ.get("VLLM_CPU_KVCACHE_SPACE"):

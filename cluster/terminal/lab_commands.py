@@ -119,9 +119,23 @@ def lab_run(
 
 @lab_app.command("simulate")
 def lab_simulate(
-    model: Annotated[str, typer.Option(help="As for `twinpool plan`.")],
-    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")],
-    pools: Annotated[str, typer.Option(help="Prefill workers x ranks + decode workers x ranks.")] = "1x8+1x8",
+    model: Annotated[str, typer.Option(help="As for `twinpool plan`.")] = "",
+    gpu: Annotated[str, typer.Option(help="a100, h100, h200, b200 or l40s.")] = "",
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="In place of --model and --gpu: costs fitted to what was measured, an experiment's directory or the "
+            "--jsonl of `twinpool lab load`. Without a load: how well they foretell what was measured.",
+        ),
+    ] = None,
+    arm: Annotated[str, typer.Option(help="Fit: of the experiment's arms, this one.")] = "",
+    replicas: Annotated[int, typer.Option(min=0, help="Fit: so many plain servers, in place of --pools.")] = 0,
+    chunk: Annotated[int, typer.Option(min=1, help="Fit: prompt tokens of a step, with --pools or --replicas.")] = 512,
+    remote_min: Annotated[int, typer.Option(min=0, help="Fit: shorter prompts are computed by decode workers.")] = 64,
+    pools: Annotated[
+        str, typer.Option(help="Prefill workers x ranks + decode workers x ranks; 1x8+1x8 unless given.")
+    ] = "",
     sweep_gpus: Annotated[
         int, typer.Option("--sweep", min=0, help="In place of --pools: every way to split so many GPUs.")
     ] = 0,
@@ -153,7 +167,8 @@ def lab_simulate(
     """Run the proxy's real scheduler against workers that exist only as time: any model, any number of GPUs."""
     scaling = _load(SCALING)(speed=speed, share=share, lengths=lengths, seconds=seconds, max_prompt_tokens=max_prompt)
     options = _load(SIMULATE_OPTIONS)(
-        model=model, gpu=gpu, pools=pools, sweep_gpus=sweep_gpus, work=work or [], trace=trace, scaling=scaling,
+        model=model, gpu=gpu, fit_run=fit, arm=arm, replicas=replicas, chunk_tokens=chunk,
+        remote_min_tokens=remote_min, pools=pools, sweep_gpus=sweep_gpus, work=work or [], trace=trace, scaling=scaling,
         ttft_s=ttft, itl_s=itl, seconds=seconds, seed=seed, incidents=incident or [], on_overload=on_overload,
         compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency, plot_file=plot_file,
         json_file=json_file,

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.preflight.machine import Machine
+from cluster.worker_plan import CPU_CHUNK_TOKENS
 from lab.experiments.experiment import Arm, ContinuousArm, DisaggregatedArm, Experiment, ExperimentError, TeachingArm
+from lab.experiments.results import Setup
 from lab.launches import bare_vllm, twinpool
 from lab.load.work import WorkClass
 from lab.server_process import Launch, free_port
@@ -14,6 +16,10 @@ from lab.server_process import Launch, free_port
 SERVED_NAME = "lab"
 CLASS_HEADER = "X-Slo-Class"
 """Tells a cluster what kind of request it is."""
+_VLLM_CHUNK_TOKENS = 2048
+"""What vLLM's API server takes on small devices unless it is told otherwise."""
+_CPU_REMOTE_TOKENS, _GPU_REMOTE_TOKENS = 64, 2048
+"""The cluster's own break-even, `scheduling.remote_prefill_min_tokens: auto`."""
 _KV_GIB_OF_ALL = 4
 """KV memory on CPUs, shared by the servers of an arm."""
 
@@ -35,6 +41,31 @@ def launches(experiment: Experiment, arm: Arm, model: str, machine: Machine, dir
             config["slo"] = _slo(experiment.classes(arm, 1.0), arm.config.get("slo", {}))
             config["server"] = {**arm.config.get("server", {}), "port": free_port()}
             return [twinpool(_slug(arm.name), config, directory)]
+
+
+def setup(experiment: Experiment, arm: Arm, machine: Machine) -> Setup | None:
+    """How requests flow through an arm's servers; None for teaching ways."""
+    on_cpu = not machine.gpus
+    match arm:
+        case TeachingArm():
+            return None
+        case ContinuousArm():
+            chunk = {**experiment.engine, **arm.engine}.get("max_num_batched_tokens", _VLLM_CHUNK_TOKENS)
+            return Setup(int(chunk), replicas=arm.replicas)
+        case DisaggregatedArm():
+            pools: Mapping[str, Any] = arm.config.get("pools", {})
+            prefill, decode = pools.get("prefill", {}), pools.get("decode", {})
+            engine = {**experiment.engine, **arm.config.get("engine", {}), **prefill.get("engine", {})}
+            default = CPU_CHUNK_TOKENS if on_cpu else _VLLM_CHUNK_TOKENS
+            least = arm.config.get("scheduling", {}).get("remote_prefill_min_tokens", "auto")
+            if least == "auto":
+                least = _CPU_REMOTE_TOKENS if on_cpu else _GPU_REMOTE_TOKENS
+            return Setup(
+                int(engine.get("max_num_batched_tokens", default)),
+                num_prefill=int(prefill.get("replicas", 1)),
+                num_decode=int(decode.get("replicas", 1)),
+                remote_min_tokens=int(least),
+            )
 
 
 def _slo(classes: Sequence[WorkClass], configured: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,9 @@ def run_lab(*, name: str, directory: Path | None) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         experiment = load_experiment(name)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ExperimentError("the report needs matplotlib: install twinpool with the extra `lab`")
+        for library in ("matplotlib", "simpy"):
+            if importlib.util.find_spec(library) is None:
+                raise ExperimentError(f"the report needs {library}: install twinpool with the extra `lab`")
         # Absolute: the servers run in a directory of their own.
         given = experiment.model and str(Path(experiment.model).expanduser().absolute())
         model = given or str(asyncio.run(ensure_embedded_model(lambda _step: None)))
@@ -59,6 +60,11 @@ def run_lab(*, name: str, directory: Path | None) -> int:
         errors.print(f"twinpool: {error}", style="red", markup=False, soft_wrap=True)
         return _EXIT_FAILED
     if results.runs:
+        from lab.simulator.fitting.predict import predictions  # simpy is not always installed
+
+        results.predictions, why_not = predictions(results)
+        for arm, why in why_not.items():
+            errors.print(f"{arm} was not simulated: {why}", style="dim", markup=False, soft_wrap=True)
         write_results(results, out)
         Console(highlight=False).print(f"{out / 'report.html'}", soft_wrap=True)
     return status

@@ -4,6 +4,7 @@ import math
 from html import escape
 
 from lab.experiments.plots import Pictures
+from lab.experiments.prediction import cells
 from lab.experiments.results import Results, Run
 from lab.load.summary import ClassSummary, Spread
 
@@ -38,8 +39,8 @@ def html(results: Results) -> str:
         "<h2>Times to first token, and gaps between tokens</h2>",
         _note(
             "Further left is better, on both sides. Dashed lines are the limits. Left: a curve that ends below 100 % "
-            "tells of requests that failed. Right: where a curve crosses the dotted line is the gap that one in a hundred "
-            "exceeds; tokens that came in one piece count as 1 ms apart."
+            "tells of requests that failed. Right: where a curve crosses the dotted line is the gap that one in a "
+            "hundred exceeds; tokens that came in one piece count as 1 ms apart."
         ),
         pictures.distributions(),
         "<h2>How it went over time</h2>",
@@ -53,6 +54,8 @@ def html(results: Results) -> str:
         parts += ["<h2>What was computed together</h2>", _note(_SHAPES), shapes]
     if moved := pictures.moved():
         parts += ["<h2>What separating cost</h2>", moved]
+    if results.predictions:
+        parts += ["<h2>What the simulator would have said</h2>", _predictions(results)]
     parts += [
         _note(f"{name} {'was cut short' if results.of(name) else 'did not run'}: {why}")
         for name, why in results.skipped.items()
@@ -89,6 +92,22 @@ def _goodput(results: Results) -> str:
     caption = "The highest factor on the arrival rate at which enough requests keep both limits, and its ratio."
     head = "<tr><th>arm</th><th>factor</th><th>ratio to the first</th></tr>"
     return f"<table><caption>{caption}</caption>{head}{''.join(rows)}</table>"
+
+
+def _predictions(results: Results) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(each.arm)}</td><td>{each.rate:.3g}</td><td>{each.seed}</td>"
+        + "".join(f"<td>{cell}</td>" for cell in cells(each))
+        + f"<td>{'fitted to it' if each.fitted_on else 'foretold'}</td></tr>"
+        for each in results.predictions
+    )
+    names = ("arm", "rate", "seed", "TTFT p50, s", "gap p50, ms", "within both", "")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    caption = (
+        "Measured / simulated (error). What a step costs is fitted to the first run of each arm, by least squares; the "
+        "other runs are simulated with it, with the proxy's own scheduler."
+    )
+    return f"<table><caption>{caption}</caption><tr>{head}</tr>{rows}</table>"
 
 
 def _middle(bounds: tuple[float, float]) -> float:

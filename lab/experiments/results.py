@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from lab.experiments.prediction import Prediction
 from lab.load.client import Record
 from lab.load.summary import Summary
 from lab.load.work import WorkClass
@@ -21,6 +22,19 @@ class StepShape(msgspec.Struct):
     tokens: int = 0
     """Computed in the step, where each step is known."""
     waiting: int = 0
+
+
+class Setup(msgspec.Struct):
+    """What of an arm's servers decides how requests flow through them."""
+
+    chunk_tokens: int
+    """Of prompts in a step, at most."""
+    replicas: int = 0
+    """Plain servers side by side; 0: a cluster of two pools."""
+    num_prefill: int = 0
+    num_decode: int = 0
+    remote_min_tokens: int = 0
+    """Shorter prompts are computed by decode workers."""
 
 
 class Run(msgspec.Struct):
@@ -38,6 +52,8 @@ class Run(msgspec.Struct):
     """Moved between pools."""
     start_s: float = 0.0
     """That the arm's servers took to start."""
+    setup: Setup | None = None
+    """None: the teaching ways."""
 
 
 class Results(msgspec.Struct):
@@ -51,6 +67,7 @@ class Results(msgspec.Struct):
     runs: list[Run]
     skipped: dict[str, str] = {}
     """Arms that did not run, and why."""
+    predictions: list[Prediction] = []
     goodput: dict[str, tuple[float, float]] = {}
     """By arm, the factors on the rates between which the highest lies that keeps enough requests within both limits."""
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cluster.preflight.machine import Machine
-from lab.experiments.arms import CLASS_HEADER, SERVED_NAME, launches
+from lab.experiments.arms import CLASS_HEADER, SERVED_NAME, launches, setup
 from lab.experiments.experiment import (
     Arm,
     DisaggregatedArm,
@@ -76,6 +76,7 @@ def _run_arm(
         def measure(rate: float, repeat: int) -> Run:
             run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
             run.start_s = start_s
+            run.setup = setup(experiment, arm, machine)
             results.runs.append(run)
             total = run.summary.total
             good = "" if total.attained is None else f", {100 * total.attained:.0f} % within both limits"

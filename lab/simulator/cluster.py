@@ -9,7 +9,7 @@ from lab.load.client import Record
 from lab.load.plan import Session
 from lab.load.work import WorkClass
 from lab.simulator.costs import Costs, StepTimes
-from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request
+from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request, record_of
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote
 from proxy.scheduling.prompt_hashes import PromptHashes
 from proxy.scheduling.scheduler import Scheduler
@@ -124,7 +124,7 @@ class SimulatedCluster:
         decode = [w for w in (*self._decode.values(), *self._gone) if isinstance(w, DecodeWorker)]
         steps = sum(worker.num_steps for worker in decode)
         return Outcome(
-            records=[self._record(request) for request in self._all],
+            records=[record_of(request, self._costs.first_token_s) for request in self._all],
             seconds=end_s,
             prefill_use=sum(w.busy_s for w in prefill) / (end_s * max(1, len(self._prefill))),
             decode_use=sum(w.busy_s for w in decode) / (end_s * max(1, len(self._decode))),
@@ -304,21 +304,3 @@ class SimulatedCluster:
     def _tell_pools(self) -> None:
         facts = [self._facts(worker_id) for worker_id in (*self._prefill, *self._decode)]
         self._scheduler.observe_pools(facts, frozenset(), self._env.now)
-
-    def _record(self, request: Request) -> Record:
-        beside_s = self._costs.first_token_s
-        return Record(
-            work=request.work,
-            session=int(request.request_id.rpartition("-")[2]),
-            turn=0,
-            prompt_tokens=request.shape.num_prompt_tokens,
-            output_tokens=request.output_tokens,
-            planned_s=request.arrived_s,
-            sent_s=request.arrived_s,
-            ttft_s=None if request.ttft_s is None else request.ttft_s + beside_s,
-            gaps_s=request.gaps_s,
-            end_to_end_s=request.last_s - request.arrived_s + beside_s,
-            tokens=request.sent_tokens,
-            status=request.status,
-            error=request.error,
-        )

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from lab.experiments.results import Setup
 from lab.load.plan import TRACE_CLASS, Session, plan_sessions, replay, trace_work
 from lab.load.summary import summarize
 from lab.load.table import tables
@@ -23,6 +24,8 @@ from lab.planner.plan import Asked
 from lab.planner.steps import EXPECTED
 from lab.simulator.cluster import Incident, Rules, SimulatedCluster
 from lab.simulator.costs import PlannedCosts, Pools
+from lab.simulator.fitting.command import run_fitted
+from lab.simulator.fitting.fit import FitError
 from lab.simulator.plot import save_plot
 from lab.simulator.sweep import Point, front, splits, sweep
 from lab.traces.formats import TraceError, read_trace
@@ -31,6 +34,7 @@ from proxy.scheduling.slo import OverloadPolicy
 
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 _PICTURES = (".png", ".svg", ".pdf")
+DEFAULT_POOLS = "1x8+1x8"
 _POOLS = re.compile(r"(\d+)x(\d+)\+(\d+)x(\d+)")
 _INCIDENT = re.compile(r"(\+?)((?:prefill|decode)-\d+)@([\d.]+)")
 
@@ -45,6 +49,12 @@ class SimulateOptions:
 
     model: str
     gpu: str
+    fit_run: Path | None
+    """In place of model and GPU: a measured run."""
+    arm: str
+    replicas: int
+    chunk_tokens: int
+    remote_min_tokens: int
     pools: str
     sweep_gpus: int
     work: Sequence[str]
@@ -67,13 +77,17 @@ def run_simulate(options: SimulateOptions) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         _check_files(options)
+        if options.fit_run is not None:
+            return _fitted(options, options.fit_run)
+        if not (options.model and options.gpu):
+            raise SimulateError("give --model and --gpu, or a measured run with --fit")
         classes, sessions = _load(options)
         asked = _asked(options, classes, sessions)
         if options.sweep_gpus:
             return _sweep(options, asked, classes, sessions, errors)
-        pools = parse_pools(options.pools)
+        pools = parse_pools(options.pools or DEFAULT_POOLS)
         return _one(options, asked, pools, classes, sessions)
-    except (SimulateError, UnknownModel, WorkError, TraceError) as error:
+    except (SimulateError, UnknownModel, WorkError, TraceError, FitError) as error:
         errors.print(f"twinpool: {error}", style="red", markup=False, soft_wrap=True)
         return _EXIT_USAGE
     except KeyboardInterrupt:
@@ -93,6 +107,26 @@ def _check_files(options: SimulateOptions) -> None:
         raise SimulateError(f"--plot {file}: name a file in a directory that exists, ending in {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise SimulateError("--plot needs matplotlib: install twinpool with the extra `lab`")
+
+
+def _fitted(options: SimulateOptions, run: Path) -> int:
+    if options.sweep_gpus or options.incidents or options.model or options.gpu:
+        raise SimulateError("--fit takes the costs of a measured run: leave --model, --gpu, --sweep and --incident out")
+    if options.replicas and options.pools:
+        raise SimulateError("give --pools or --replicas, not both")
+    setup = None
+    if options.replicas:
+        setup = Setup(options.chunk_tokens, replicas=options.replicas)
+    elif options.pools:
+        pools = parse_pools(options.pools)
+        setup = Setup(
+            options.chunk_tokens,
+            num_prefill=pools.num_prefill,
+            num_decode=pools.num_decode,
+            remote_min_tokens=options.remote_min_tokens,
+        )
+    classes, sessions = _load(options) if options.work or options.trace else ([], [])
+    return run_fitted(run, options.arm, setup, classes, sessions, options.json_file)
 
 
 def parse_pools(text: str) -> Pools:
@@ -166,7 +200,7 @@ def _one(
     took_s = time.monotonic() - began_s
     summary = summarize(classes, outcome.records, outcome.seconds)
     out = Console(highlight=False)
-    out.print(f"Simulated: {asked.model.name} on {pools.num_gpus} x {asked.gpu.name}, {options.pools}")
+    out.print(f"Simulated: {asked.model.name} on {pools.num_gpus} x {asked.gpu.name}, {_name(pools)}")
     out.print(tables(summary))
     out.print(
         f"Prefill workers computed {100 * outcome.prefill_use:.0f} % of the time, decode workers "

@@ -7,6 +7,7 @@ from typing import Any
 
 import simpy
 
+from lab.load.client import Record
 from lab.simulator.costs import StepTimes
 from proxy.scheduling.view import RequestShape
 
@@ -53,6 +54,25 @@ class Request:
             self.gaps_s.append(now_s - self.last_s)
         self.last_s = now_s
         self.sent_tokens += 1
+
+
+def record_of(request: Request, beside_s: float = 0.0) -> Record:
+    """What its client saw, who waits `beside_s` for the first token beside queue and engine."""
+    return Record(
+        work=request.work,
+        session=int(request.request_id.rpartition("-")[2]),
+        turn=0,
+        prompt_tokens=request.shape.num_prompt_tokens,
+        output_tokens=request.output_tokens,
+        planned_s=request.arrived_s,
+        sent_s=request.arrived_s,
+        ttft_s=None if request.ttft_s is None else request.ttft_s + beside_s,
+        gaps_s=request.gaps_s,
+        end_to_end_s=request.last_s - request.arrived_s + beside_s,
+        tokens=request.sent_tokens,
+        status=request.status,
+        error=request.error,
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,8 @@ import pytest
 
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
-from lab.experiments.arms import launches
+from cluster.worker_plan import CPU_CHUNK_TOKENS
+from lab.experiments.arms import launches, setup
 from lab.experiments.experiment import (
     ContinuousArm,
     DisaggregatedArm,
@@ -12,6 +13,7 @@ from lab.experiments.experiment import (
     load_experiment,
     shipped_names,
 )
+from proxy.dispatch_settings import dispatch_settings
 
 TWO_CORES = Machine(cores=(0, 1))
 
@@ -72,3 +74,15 @@ def test_what_is_wrong_with_a_file_is_said(text: str, complaint: str, tmp_path: 
 def test_an_unknown_name_lists_those_there_are() -> None:
     with pytest.raises(ExperimentError, match="slo-separation"):
         load_experiment("slo-seperation")
+
+
+def test_what_a_cluster_is_simulated_with_is_what_it_would_do(tmp_path: Path) -> None:
+    experiment = load_experiment("pd-ratio")
+    for arm in experiment.arms:
+        (server,) = launches(experiment, arm, "model", TWO_CORES, tmp_path)
+        config = load_config(Path(server.command[-1]), [])
+        made = setup(experiment, arm, TWO_CORES)
+        assert made is not None
+        assert (made.num_prefill, made.num_decode) == (config.pools.prefill.replicas, config.pools.decode.replicas)
+        assert made.remote_min_tokens == dispatch_settings(config, on_gpu=False).policy.remote_prefill_min_tokens
+        assert made.chunk_tokens == CPU_CHUNK_TOKENS
