@@ -14,6 +14,7 @@ SCALING = "lab.traces.trace:Scaling"
 RUN_ENTRY = "lab.experiments.command:run_lab"
 SIMULATE_ENTRY = "lab.simulator.command:run_simulate"
 SIMULATE_OPTIONS = "lab.simulator.command:SimulateOptions"
+TUNE_ENTRY = "lab.tuning.command:run_tune"
 PLAN_ENTRY = "lab.planner.command:run_plan"
 PLAN_OPTIONS = "lab.planner.command:PlanOptions"
 
@@ -107,7 +108,10 @@ def lab_load(
 @lab_app.command("run")
 def lab_run(
     experiment: Annotated[
-        str, typer.Argument(help="slo-separation, goodput, ladder, chunk-size, pd-ratio, reserve-policy, or a file.")
+        str,
+        typer.Argument(
+            help="slo-separation, goodput, ladder, chunk-size, pd-ratio, reserve-policy, prediction, tuning, or a file."
+        ),
     ],
     directory: Annotated[
         Path | None, typer.Option("--out", metavar="DIRECTORY", help="For report.html, runs.csv and logs.")
@@ -174,6 +178,18 @@ def lab_simulate(
         json_file=json_file,
     )  # fmt: skip
     sys.exit(_load(SIMULATE_ENTRY)(options))
+
+
+@lab_app.command("tune")
+def lab_tune(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Directory of `twinpool lab run tuning`. Without it the measured table of --out stays."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The guide.")] = Path("tuning.md"),
+) -> None:
+    """Write the guide on engine settings: what each moves, computed, simulated and measured."""
+    sys.exit(_load(TUNE_ENTRY)(run, out))
 
 
 def plan_command(

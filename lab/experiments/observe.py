@@ -7,13 +7,19 @@ from collections.abc import Sequence
 
 import aiohttp
 import msgspec
+import psutil
 
 from cluster.status import ClusterStatus
-from lab.experiments.results import StepShape
+from lab.experiments.results import Held, StepShape
 from lab.server_process import Server
 
 _EVERY_S = 0.25
 _TIMEOUT = aiohttp.ClientTimeout(total=5)
+_PREEMPTIONS, _QUERIES, _HITS = (
+    re.compile(rf"^vllm:{name}_total(?:\{{[^}}]*\}})? (\S+)$", re.MULTILINE)
+    for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
+)
+_BLOCKS = re.compile(r'^vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', re.MULTILINE)
 _GAUGE = re.compile(r"^vllm:num_requests_(running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -51,6 +57,42 @@ async def kv_bytes(servers: Sequence[Server]) -> int:
             if text:
                 total += sum(link.bytes_moved for link in msgspec.json.decode(text, type=ClusterStatus).links)
     return total
+
+
+async def held(servers: Sequence[Server], before: Held | None = None) -> Held:
+    """Counts are those since `before`."""
+    found = Held()
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as http:
+        for server in servers:
+            metrics = await _text(http, f"{server.url}/metrics")
+            found.preemptions += _sum(_PREEMPTIONS, metrics)
+            found.prompt_tokens += _sum(_QUERIES, metrics)
+            found.cached_tokens += _sum(_HITS, metrics)
+            found.memory_bytes += sum(_pss_bytes(pid) for pid in server.processes())
+            found.kv_blocks = max(found.kv_blocks, await _kv_blocks(http, server, metrics))
+    if before is not None:
+        found.preemptions -= before.preemptions
+        found.prompt_tokens -= before.prompt_tokens
+        found.cached_tokens -= before.cached_tokens
+    return found
+
+
+async def _kv_blocks(http: aiohttp.ClientSession, server: Server, metrics: str) -> int:
+    if text := await _text(http, f"{server.url}/twinpool/status"):
+        workers = msgspec.json.decode(text, type=ClusterStatus).workers
+        return max((worker.blocks.total for worker in workers if worker.role == "decode"), default=0)
+    return max((int(blocks) for blocks in _BLOCKS.findall(metrics)), default=0)
+
+
+def _sum(pattern: re.Pattern[str], metrics: str) -> int:
+    return sum(int(float(value)) for value in pattern.findall(metrics))
+
+
+def _pss_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except psutil.Error:
+        return 0  # it ended
 
 
 async def _text(http: aiohttp.ClientSession, url: str) -> str:

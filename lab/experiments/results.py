@@ -37,6 +37,21 @@ class Setup(msgspec.Struct):
     """Shorter prompts are computed by decode workers."""
 
 
+class Held(msgspec.Struct):
+    """What the servers of an arm held at the end of a run, and what their schedulers did in it."""
+
+    memory_bytes: int = 0
+    """Of all their processes, shared pages counted once."""
+    kv_blocks: int = 0
+    """Of a worker that decodes: all that its KV cache has."""
+    preemptions: int = 0
+    """Requests that lost their blocks to others and were computed again."""
+    prompt_tokens: int = 0
+    """Looked up in prefix caches."""
+    cached_tokens: int = 0
+    """Found there."""
+
+
 class Run(msgspec.Struct):
     """One load on one arm."""
 
@@ -52,6 +67,8 @@ class Run(msgspec.Struct):
     """Moved between pools."""
     start_s: float = 0.0
     """That the arm's servers took to start."""
+    held: Held | None = None
+    """None: the teaching ways."""
     setup: Setup | None = None
     """None: the teaching ways."""
 

@@ -19,7 +19,7 @@ from lab.experiments.experiment import (
     TeachingArm,
 )
 from lab.experiments.goodput import GoodputSearch
-from lab.experiments.observe import kv_bytes, steps_since, watch_shapes
+from lab.experiments.observe import held, kv_bytes, steps_since, watch_shapes
 from lab.experiments.results import Results, Run, StepShape
 from lab.load.client import Target
 from lab.load.drive import Load
@@ -120,7 +120,7 @@ async def _measure(
     class_header = CLASS_HEADER if isinstance(arm, DisaggregatedArm) else ""
     load = Load(targets, sessions, prompts, lambda _record: None, class_header)
     shapes: list[StepShape] = []
-    moved = await kv_bytes(servers)
+    moved, before = await kv_bytes(servers), await held(servers)
     began_s = time.monotonic()
     watching = None if isinstance(arm, TeachingArm) else asyncio.create_task(watch_shapes(servers, shapes))
     try:
@@ -146,4 +146,5 @@ async def _measure(
         records=load.records,
         shapes=shapes,
         kv_bytes=await kv_bytes(servers) - moved,
+        held=None if isinstance(arm, TeachingArm) else await held(servers, before),
     )

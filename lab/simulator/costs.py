@@ -65,6 +65,8 @@ class PlannedCosts:
 
     asked: Asked
     pools: Pools
+    memory_share: float = 0.9
+    """vLLM's `gpu_memory_utilization`."""
     first_token_s: float = 0.0
 
     @property
@@ -74,7 +76,9 @@ class PlannedCosts:
     def steps(self, role: Role) -> Steps:
         ranks = self.pools.prefill_tp if role == "prefill" else self.pools.decode_tp
         asked = self.asked
-        return Steps(asked.model, asked.gpu, ranks, asked.weight_bytes, asked.kv_bytes, asked.efficiency)
+        return Steps(
+            asked.model, asked.gpu, ranks, asked.weight_bytes, asked.kv_bytes, asked.efficiency, self.memory_share
+        )
 
     def transfer_s(self, num_tokens: int) -> float:
         same_machine = self.pools.num_gpus <= self.asked.gpus_per_machine

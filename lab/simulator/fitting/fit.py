@@ -48,7 +48,8 @@ def fit_costs(records: Sequence[Record], setup: Setup) -> FittedCosts:
     if len(gaps) < _LEAST_GAPS:
         raise FitError(f"only {len(gaps)} gaps between tokens had no prompt beside them; measure at a lower rate")
     parts = _solve(np.array([*gaps, *alone]))
-    engine = FittedSteps(*(float(part) for part in parts[:_BESIDE]))
+    base_s, token_s, pair_s, sequence_s, kv_token_s = map(float, parts[:_BESIDE])
+    engine = FittedSteps(base_s, token_s, pair_s, sequence_s, kv_token_s)
     return FittedCosts(engine, float(parts[_BESIDE]), _handover_s(whole, timelines[0], setup, engine))
 
 

@@ -1,0 +1,1 @@
+"""`twinpool lab tune`: docs/tuning.md, whose tables come from arithmetic, the simulator and a measured run."""
