@@ -77,6 +77,8 @@ def config_check(arguments: Arguments = None) -> None:
 
     Also whether weights and KV of one request of max_model_len fit into the memory of each rank.
     """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("twinpool").setLevel(logging.INFO)  # what could not be checked
     config = _load(arguments, None)
     machine = detect_machine()
     try:

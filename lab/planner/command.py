@@ -120,8 +120,9 @@ def _show(plan: Plan, rate: float) -> Group:
     asked, work = plan.asked, plan.asked.work
     model, gpu = asked.model, asked.gpu
     kv = model.kv_bytes_per_token(asked.kv_bytes)
+    weights = model.bytes_of_weights(asked.weight_bytes)
     facts = [
-        f"{model.name}: {model.weights / 1e9:.1f} billion weights, {model.weights * asked.weight_bytes / 1e9:.0f} GB"
+        f"{model.name}: {model.weights / 1e9:.1f} billion weights, {weights / 1e9:.0f} GB"
         + (f", {model.active_weights / 1e9:.1f} billion per token" if model.experts else "")
         + f"; KV {kv / 1024:.1f} KiB per token, {kv * work.prompt_tokens / 1e9:.2f} GB per prompt",
         f"{asked.num_gpus} x {gpu.name}; {work.prompt_tokens} + {work.output_tokens} tokens",

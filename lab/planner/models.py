@@ -1,9 +1,11 @@
 """Models by short name, or from a `config.json`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.preflight.memory.model_shape import Experts, Latent, ModelShape, read_config
+from cluster.preflight.memory.weights import quantized_bytes
 
 
 class UnknownModel(ValueError):
@@ -44,6 +46,8 @@ def find_model(name: str) -> ModelShape:
             f"{name} is neither a directory with a config.json nor one of {', '.join(MODELS)}; name one of these"
         )
     try:
-        return read_config(path.name, json.loads(file.read_text()))
+        config = json.loads(file.read_text())
+        shape = read_config(path.name, config)
+        return replace(shape, weight_bytes=quantized_bytes(config) or shape.weight_bytes)
     except (KeyError, TypeError, ValueError) as error:
         raise UnknownModel(f"{file} is no configuration this can be computed from: {error!r}") from error

@@ -51,7 +51,7 @@ class Steps:
 
     @property
     def weights_per_gpu_bytes(self) -> float:
-        return self.model.weights * self.weight_bytes / self.tensor_parallel
+        return self.model.bytes_of_weights(self.weight_bytes) / self.tensor_parallel
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -100,12 +100,15 @@ def _machine_problems(workers: Sequence[tuple[WorkerPlan, WorkerMemory]], machin
         f"{worker.tensor_parallel} x {mib(worker.kv_given_bytes or 0)}"
         for plan, worker in workers
     )
+    field, remedy = "engine.kv_cache_memory_bytes", "Lower it, or lower pools.<role>.replicas, or free memory"
+    if weights > machine.memory_free_bytes:
+        field, remedy = "model", "Use a smaller one, or lower pools.<role>.replicas, or free memory"
     return [
         Problem(
-            "engine.kv_cache_memory_bytes",
+            field,
             f"{len(workers)} workers need {mib(weights)} for weights and {mib(kv)} for KV caches, "
             f"{mib(machine.memory_free_bytes)} are free ({each})",
-            "Lower it, or lower pools.<role>.replicas, or free memory",
+            remedy,
         )
     ]
 

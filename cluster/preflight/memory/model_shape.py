@@ -116,6 +116,11 @@ class ModelShape:
         """Input embedding and output layer, which stay as they are when a model is quantised."""
         return (1 if self.ties_embeddings else 2) * self.vocabulary * self.hidden
 
+    def bytes_of_weights(self, bytes_per_weight: float) -> float:
+        """All weights; of a quantised model without scales, and with embeddings of two bytes."""
+        rest = self.weights - self.vocabulary_weights
+        return rest * bytes_per_weight + self.vocabulary_weights * max(2.0, bytes_per_weight)
+
     def kv_bytes_per_token(self, element_bytes: float = 2, tensor_parallel: int = 1) -> float:
         """Over all layers, on one of so many ranks."""
         latent = self.latent.width if self.latent else None

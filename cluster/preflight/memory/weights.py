@@ -109,18 +109,12 @@ def weights_at_least(
     `checkpoint_bytes` is what `quantized_bytes` says, `engine` are vLLM's options.
     """
     if checkpoint_bytes is not None:
-        computed = _computed(shape, checkpoint_bytes) if shape is not None and checkpoint_bytes else None
+        computed = int(shape.bytes_of_weights(checkpoint_bytes)) if shape is not None and checkpoint_bytes else None
         found = [size for size in (computed, on_disk) if size]
         return min(found, default=None)
     if shape is None:
         return None
     if engine.get("quantization"):
         per_weight = _ONLINE_BYTES.get(str(engine["quantization"]))
-        return _computed(shape, per_weight) if per_weight else None
-    return shape.weights * _DTYPE_BYTES.get(str(engine.get("dtype")), 2)
-
-
-def _computed(shape: ModelShape, bytes_per_weight: float) -> int:
-    """The input embedding and the output layer keep two bytes per weight."""
-    rest = shape.weights - shape.vocabulary_weights
-    return int(rest * bytes_per_weight) + 2 * shape.vocabulary_weights
+        return int(shape.bytes_of_weights(per_weight)) if per_weight else None
+    return int(shape.bytes_of_weights(_DTYPE_BYTES.get(str(engine.get("dtype")), 2)))

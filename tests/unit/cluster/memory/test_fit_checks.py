@@ -175,7 +175,10 @@ def test_workers_on_one_machine_without_gpus_add_up() -> None:
     # 141,107,412,992 bytes are 134,571 MiB.
     assert "3 workers need 403,712 MiB for weights and 5,120 MiB for KV caches" in problem.what
     assert "decode-1 134,571 MiB + 2 x 1,024 MiB" in problem.what
+    assert problem.field == "model"
     assert problems_of(one, llama_70b(), machine) == []
+    (larger,) = problems_of([*one, "pools.decode.engine.kv_cache_memory_bytes=17179869184"], llama_70b(), machine)
+    assert larger.field == "engine.kv_cache_memory_bytes"
 
 
 def test_blocks_given_by_number_are_what_a_cache_takes_on_cpus() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from cluster.preflight.memory.model_shape import read_config
 from lab.planner.models import MODELS, UnknownModel, find_model
+from tests.unit.cluster.memory.models_70b import FP8, LLAMA_70B
 
 KIB = 1024
 
@@ -41,6 +42,14 @@ def test_a_configuration_says_the_same_as_the_short_name(tmp_path: Path) -> None
     found = find_model(str(tmp_path))
     assert found.weights == MODELS["llama-3.1-8b"].weights
     assert found.kv_bytes_per_token() == MODELS["llama-3.1-8b"].kv_bytes_per_token()
+
+
+def test_bytes_of_a_quantised_weight_are_read_from_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_70B, **FP8}))
+    model = find_model(str(tmp_path))
+    assert model.weight_bytes == 1
+    # 70.55 billion weights, of which 2.1 billion of the vocabulary keep two bytes.
+    assert model.bytes_of_weights(model.weight_bytes) == 70_553_706_496 + 2 * 128_256 * 8192
 
 
 def test_latent_attention_and_experts_are_read_from_a_configuration() -> None:

@@ -101,8 +101,7 @@ def test_what_is_refused_at_start_and_what_the_planner_refuses_agree(name: str) 
         assert worker.kv_bytes_per_token == steps.kv_bytes_per_token
         rank = worker.rank(steps.activation_bytes)
         assert rank is not None
-        # The planner counts a quantised model's embeddings as quantised.
-        assert rank.kv_tokens == pytest.approx(steps.kv_tokens, rel=0.04 if "fp8" in name else 1e-6)
+        assert rank.kv_tokens == steps.kv_tokens
 
 
 @pytest.mark.parametrize(
