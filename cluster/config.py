@@ -30,7 +30,7 @@ OWNED_ENGINE_OPTIONS: dict[str, str] = {
 # Engine options that the proxy and both pools must agree on, so they are given once, at the top.
 SHARED_ENGINE_OPTIONS = frozenset({
     "max_model_len", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "revision",
-    "hf_overrides", "trust_remote_code", "generation_config", "max_logprobs",
+    "hf_overrides", "trust_remote_code", "generation_config", "max_logprobs", "enable_lora",
 })  # fmt: skip
 
 

@@ -115,6 +115,19 @@ class ClassStatus(msgspec.Struct, frozen=True):
     """`attained`, `missed_ttft`, `missed_itl`, `missed_both`, `rejected`, `failed`, `aborted`."""
 
 
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """One LoRA adapter."""
+
+    name: str
+    path: str
+    number: int
+    """The same at every worker."""
+    leaving: bool = False
+    """It was removed; requests with it still run."""
+    lacking: dict[str, str] = {}
+    """Living workers that get no requests with it, and why."""
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole answer."""
 
@@ -134,3 +147,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The last one of this run."""
     api_servers: list[ApiServerStatus] = []
     """Those besides the first one, if there are any."""
+    adapters: list[AdapterStatus] = []

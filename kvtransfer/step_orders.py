@@ -101,9 +101,13 @@ class ClosedRequest:
     loaded: bool
 
 
-def hash_prompt(token_ids: Sequence[int]) -> bytes:
-    """A digest that P and D compute alone and compare, so that D never starts on another prompt's KV."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).digest()
+def hash_prompt(token_ids: Sequence[int], adapter: str = "") -> bytes:
+    """A digest that P and D compute alone and compare, so that D never starts on another prompt's KV.
+
+    `adapter`: which weights beside the model's computed it; empty for the model alone.
+    """
+    person = hashlib.blake2b(adapter.encode(), digest_size=16).digest() if adapter else b""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, person=person).digest()
 
 
 @dataclass(frozen=True)

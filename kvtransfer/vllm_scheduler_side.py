@@ -3,7 +3,7 @@
 Internals of vLLM 0.32 this relies on:
   * `Scheduler` calls the hooks in the order documented in `kv_connector/v1/base.py`; `take_events` is called
     last in `update_from_output`, after freed blocks went back to the pool.
-  * `Request.prompt_token_ids`, `_all_token_ids`, `block_hashes`, `update_block_hashes()`.
+  * `Request.prompt_token_ids`, `_all_token_ids`, `block_hashes`, `update_block_hashes()`, `lora_request`.
   * `KVCacheManager.get_block_ids(request_id)`, `.block_pool.hash_block_size`,
     `.coordinator.single_type_managers[0].req_to_blocks`.
 """
@@ -116,7 +116,7 @@ class SchedulerSide:
                     wanted.transfer_id,
                     request.request_id,
                     wanted.rank_addresses,
-                    hash_prompt(token_ids[:num_tokens]),
+                    hash_prompt(token_ids[:num_tokens], _adapter(request)),
                     num_tokens,
                     wanted.first_token,
                 )
@@ -191,9 +191,9 @@ class SchedulerSide:
             return
         if not export.opened:
             export.opened = True
-            prompt = export.request.prompt_token_ids or []
+            prompt_hash = hash_prompt(export.request.prompt_token_ids or [], _adapter(export.request))
             orders.open_exports.append(
-                OpenExport(export.params.transfer_id, request_id, hash_prompt(prompt), export.num_prompt_tokens)
+                OpenExport(export.params.transfer_id, request_id, prompt_hash, export.num_prompt_tokens)
             )
         num_ready = min(num_computed + step.num_scheduled_tokens[request_id], export.num_prompt_tokens)
         if num_ready <= export.num_announced:
@@ -288,3 +288,9 @@ class SchedulerSide:
             return None
         self._last_stats = stats
         return stats
+
+
+def _adapter(request: "Request") -> str:
+    """Name, path and number of the LoRA adapter; empty for the model alone."""
+    lora = request.lora_request
+    return f"{lora.lora_int_id} {lora.lora_name} {lora.lora_path}" if lora is not None else ""

@@ -92,7 +92,9 @@ class Dispatcher:
         self._decoder = OutputDecoder()
         self._sending = Sending(pool, metrics)
         self.legs = self._sending.legs
-        self._placing = Placing(settings.policy, pool.prefixes.index, pool.roster, self._decided)
+        self._placing = Placing(
+            settings.policy, pool.prefixes.index, pool.roster, pool.adapters.holdings, self._decided
+        )
         pool.listen(self)
         self._placing.look_at_workers()
 
@@ -260,6 +262,10 @@ class Dispatcher:
             worker_id == trip.flight.decode or (worker_id == trip.flight.prefill and trip.flight.stage in fetching)
             for trip in self.trips.values()
         )
+
+    def adapters_in_use(self) -> frozenset[int]:
+        """LoRA adapters that requests want."""
+        return frozenset(trip.shape.adapter for trip in self.trips.values())
 
     def on_beat(self, now_s: float) -> None:
         """Deadlines of the queue, renewal of leases, who gets on, reports that will not come any more."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.messages import WorkerLoad
+from proxy.adapters.holdings import Holdings
 from proxy.flights.trip import Trip
 from proxy.scheduling.place import Decision, Policy
 from proxy.scheduling.scheduler import Scheduler
@@ -21,9 +22,12 @@ Decide = Callable[[Decision], Any]
 class Placing:
     """Owns the queue of requests that nobody works on. `decide` is called from within `settle` only."""
 
-    def __init__(self, policy: Policy, prefixes: CachedPrefixes, roster: Roster, decide: Decide) -> None:
+    def __init__(
+        self, policy: Policy, prefixes: CachedPrefixes, roster: Roster, adapters: Holdings, decide: Decide
+    ) -> None:
         self._scheduler = Scheduler(policy, prefixes)
         self._roster = roster
+        self._adapters = adapters
         self._decide = decide
         self._changed = False
         self._settling = False
@@ -59,8 +63,9 @@ class Placing:
 
     def look_at_workers(self) -> None:
         """Somebody came, went or changed."""
-        roster = self._roster
-        self._scheduler.observe_pools(roster.facts(), roster.compatible, time.monotonic(), roster.awaited())
+        roster, facts = self._roster, self._roster.facts()
+        adapters = self._adapters.view(facts)
+        self._scheduler.observe_pools(facts, roster.compatible, time.monotonic(), roster.awaited(), adapters)
         self._changed = True
 
     def look_at_load(self, load: WorkerLoad) -> None:

@@ -41,6 +41,6 @@ def salted(parent: int, *salt: object) -> int:
     return _number(parent, b"salt" + msgspec.msgpack.encode(salt))
 
 
-def root(lora_name: str = "", cache_salt: str = "") -> int:
-    """The parent of a prompt's first block."""
-    return salted(NO_PARENT, lora_name, cache_salt) if lora_name or cache_salt else NO_PARENT
+def root(adapter: int = 0, cache_salt: str = "") -> int:
+    """The parent of a prompt's first block. `adapter`: number of the LoRA adapter, 0 for the base model."""
+    return salted(NO_PARENT, adapter, cache_salt) if adapter or cache_salt else NO_PARENT

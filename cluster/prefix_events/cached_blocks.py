@@ -176,9 +176,9 @@ class CachedBlocks:
     def _parent(self, event: BlockStored, keys: Sequence[list[Any] | None]) -> int | None:
         if event.parent_block_hash is not None:
             return self._ours.get(event.parent_block_hash)
-        if not event.lora_name and not any(keys):
+        if not event.lora_id and not any(keys):
             return NO_PARENT
-        return root(event.lora_name or "", _cache_salt(event, keys))
+        return root(event.lora_id or 0, _cache_salt(event, keys))
 
 
 def _own_keys(event: BlockStored, keys: list[Any] | None) -> list[Any]:

@@ -31,6 +31,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     block_size: BlockSize
     medium: str | None
     lora_name: str | None
+    lora_id: Count | None = None
+    """Of the adapter by name and path (`proxy.adapters.adapter`); the name alone does not tell two versions apart."""
     extra_keys: list[list[Any] | None] | None = None
     """Per block what else its hash depends on: LoRA name, (image, offset) pairs, cache salt (first block only)."""
     group_idx: Count | None = None

@@ -268,7 +268,12 @@ class SimulatedWorker:
             self._cache_news.begin()
 
     def _utility(self, call: wire.Utility) -> None:
-        error, result = answer_utility(call.method, self._engine)
+        try:
+            args = msgspec.msgpack.decode(call.args, type=list[Any])
+        except msgspec.DecodeError as failure:
+            error, result = f"the arguments cannot be read: {failure}", None
+        else:
+            error, result = answer_utility(call.method, args, self._engine)
         self._cache_news.nudge()
         if call.method in ("sleep", "wake_up") and not error:
             self._asleep = call.method == "sleep"

@@ -8,14 +8,29 @@ from cluster.simulated.engine.paged_engine import SimulatedEngine
 _NOTHING = frozenset({"reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "is_sleeping", "profile"})
 
 
-def answer_utility(method: str, engine: SimulatedEngine) -> tuple[str, Any]:
-    """An error, empty on success, and the result. What a host has to do by itself is answered with None."""
+def answer_utility(method: str, args: list[Any], engine: SimulatedEngine) -> tuple[str, Any]:
+    """An error, empty on success, and the result. What a host has to do by itself is answered with None.
+
+    Adapters are taken by name: there are no weights to read.
+    """
     if method not in wire.ALLOWED_UTILITIES:
         return f"{method} is not a utility a proxy may call", None
     if method == "reset_prefix_cache":
         return "", engine.reset_prefix_cache()
-    if method == "list_loras":
-        return "", []
     if method in _NOTHING:
         return "", None
-    return f"a simulated engine has no adapters, so {method} cannot be carried out", None
+    return _about_adapters(method, args, engine.adapters)
+
+
+def _about_adapters(method: str, args: list[Any], adapters: dict[int, str]) -> tuple[str, Any]:
+    match method, args:
+        case "list_loras", _:
+            return "", list(adapters)
+        case "add_lora", [[str(name), int(number), *_]]:
+            adapters[number] = name
+            return "", True
+        case "remove_lora", [int(number)]:
+            return "", adapters.pop(number, None) is not None
+        case "pin_lora", [int(number)]:
+            return "", number in adapters
+    return f"{method} cannot be carried out with {args}", None

@@ -86,6 +86,13 @@ def _remarks(status: ClusterStatus) -> list[Text]:
         remarks += [
             Text(f"{worker.worker_id} reads over {link}", style="dim") for link in sorted(set(worker.peers.values()))
         ]
+    for adapter in status.adapters:
+        leaving = ", removed, in use by requests that still run" if adapter.leaving else ""
+        remarks.append(Text(f"adapter {adapter.name}: {adapter.path}{leaving}", style="dim"))
+        remarks += [
+            Text(f"{worker_id} gets no requests with adapter {adapter.name}: {why}", style="yellow")
+            for worker_id, why in adapter.lacking.items()
+        ]
     remarks += [
         Text(f"{pair.prefill} and {pair.decode} are not paired: {', '.join(pair.differing_fields)}", style="yellow")
         for pair in status.refused_pairs

@@ -1,4 +1,4 @@
-"""HTTP requests that concern the cluster, whichever API server process they reach: its state, its health, its workers.
+"""HTTP requests that concern the cluster, whichever API server process they reach: state, health, workers, adapters.
 
 A further process passes them on as they are (`ControlForward`); the process beside the dispatcher runs them through
 its own application (`ControlDesk`), so a route is written once and answers the same everywhere.
@@ -15,8 +15,11 @@ from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
 from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
-PREFIX = "/twinpool/"
-PATHS = frozenset({"/health", "/ready", "/ping", SCALE_PATH})
+PREFIXES = ("/twinpool/", "/adapters/")
+PATHS = frozenset({
+    "/health", "/ready", "/ping", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters",
+    SCALE_PATH,
+})  # fmt: skip
 MAX_BODY_BYTES = 1 << 20
 ANSWER_WITHIN_S = 120.0
 """Longer than an engine call to every worker may take."""
@@ -79,7 +82,7 @@ Ask = Callable[[str, str, list[tuple[bytes, bytes]], bytes], Awaitable[messages.
 
 def is_control(path: str) -> bool:
     """Whether a request for this path concerns the cluster."""
-    return path in PATHS or path.startswith(PREFIX)
+    return path in PATHS or path.startswith(PREFIXES)
 
 
 async def _body(receive: Receive) -> bytes | None:

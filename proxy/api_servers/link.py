@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.frames import BadFrame, reader
+from proxy.adapters.adapter import Adapter
 from proxy.api_servers import messages
 from proxy.api_servers.control import ANSWER_WITHIN_S
 from proxy.peer_socket import MAX_FRAME_BYTES
@@ -36,7 +37,8 @@ class DispatcherLink:
     """Made and used on one event loop.
 
     `on_outputs(frames)` and `on_failed(request_id, status, message, retry_after_s)` get what concerns requests, and
-    must be set before the first request; `on_leave` is called when this process is told to end.
+    must be set before the first request; `on_adapters(adapters)` what may be asked for; `on_leave` is called when
+    this process is told to end.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class DispatcherLink:
     ) -> None:
         self.on_outputs: Callable[[Sequence[zmq.Frame]], None] = _nobody_asked
         self.on_failed: Callable[[str, int, str, float | None], None] = _nobody_asked
+        self.on_adapters: Callable[[Sequence[Adapter]], None] = _nobody_asked
         self.bad_frames = 0
         self._name = name
         self._heartbeat_s = heartbeat_s
@@ -67,6 +70,8 @@ class DispatcherLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.IDENTITY, f"{name}.{uuid.uuid4().hex}".encode())
         self._socket.connect(address)
+        self.adapters: Sequence[Adapter] = ()
+        """What clients may ask for, as far as it was told."""
         self._heard_s = time.monotonic()
         self.tasks = (
             asyncio.create_task(self._read(), name="link to the dispatcher"),
@@ -95,6 +100,11 @@ class DispatcherLink:
         packed = msgspec.Raw(msgspec.msgpack.encode(args))
         reply = await self._ask(lambda call_id: messages.Call(call_id, method, packed), timeout_s + _REPLY_GRACE_S)
         return cast("messages.CallReply | None", reply)
+
+    async def load_adapter(self, adapter: Adapter, again: bool, timeout_s: float) -> messages.AdapterLoaded | None:
+        """Has an adapter loaded into every worker; None if no reply came in time."""
+        wanted = lambda call_id: messages.LoadAdapter(call_id, adapter, again)  # noqa: E731
+        return cast("messages.AdapterLoaded | None", await self._ask(wanted, timeout_s + _REPLY_GRACE_S))
 
     async def control(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes
@@ -133,10 +143,14 @@ class DispatcherLink:
                 self.on_outputs(frames)
             case messages.Failed(request_id, status, text, retry_after_s):
                 self.on_failed(request_id, status, text, retry_after_s)
-            case messages.CallReply() | messages.ControlReply():
+            case messages.CallReply() | messages.ControlReply() | messages.AdapterLoaded():
                 reply = self._replies.get(message.call_id)
                 if reply is not None and not reply.done():
                     reply.set_result(message)
+            case messages.Adapters(version, adapters):
+                self.adapters = adapters
+                self.on_adapters(adapters)
+                self.send(messages.AdaptersKnown(version))
             case messages.Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)

@@ -10,6 +10,7 @@ import msgspec
 
 from cluster.frames import Count, Seconds, Size
 from cluster.messages import EngineFacts
+from proxy.adapters.adapter import Adapter
 from proxy.scheduling.slo import Standing
 
 
@@ -57,6 +58,21 @@ class Call(msgspec.Struct, tag="call", frozen=True):
     args: msgspec.Raw
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """To the dispatcher: load it into every worker, unless that was done."""
+
+    call_id: Size
+    adapter: Adapter
+    again: bool
+    """Its weights have changed."""
+
+
+class AdaptersKnown(msgspec.Struct, tag="adapters_known", frozen=True):
+    """To the dispatcher, answer to `Adapters`: requests that come now are resolved with these."""
+
+    version: Size
+
+
 class Control(msgspec.Struct, tag="control", frozen=True):
     """To the dispatcher: an HTTP request that concerns the cluster, for the API server beside the dispatcher."""
 
@@ -75,6 +91,24 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     engine: EngineFacts
     """All engines as one."""
     num_engines: Count
+
+
+class Adapters(msgspec.Struct, tag="adapters", frozen=True):
+    """To a process, after `Welcome` and whenever they change: the adapters that clients may ask for."""
+
+    version: Size
+    """Counts up."""
+    adapters: list[Adapter]
+
+
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", frozen=True):
+    """To a process, answer to `LoadAdapter`."""
+
+    call_id: Size
+    error: str
+    """Empty on success."""
+    adapter: Adapter
+    """As workers know it."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):
@@ -117,5 +151,5 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
     """The run ends. Otherwise its requests were given up, and it should be started again."""
 
 
-FromApiServer = Hello | Ready | Beat | Add | Abort | Call | Control
-ToApiServer = Welcome | Beat | Outputs | Failed | CallReply | ControlReply | Leave
+FromApiServer = Hello | Ready | Beat | Add | Abort | Call | LoadAdapter | AdaptersKnown | Control
+ToApiServer = Welcome | Beat | Adapters | Outputs | Failed | CallReply | AdapterLoaded | ControlReply | Leave

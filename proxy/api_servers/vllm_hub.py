@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from cluster.config import LivenessConfig
 from cluster.messages import EngineFacts
 from cluster.status import ApiServerStatus, LaunchNote
+from proxy.adapters.adapter import Adapter
 from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import NOT_ACCEPTING
 from proxy.api_servers.control import ControlDesk, error_reply
@@ -29,13 +30,16 @@ from proxy.dispatch import Dispatcher
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.peer_socket import PeerSocket
-from proxy.workers.worker_pool import UtilityError, WorkerPool
+from proxy.workers.engine_calls import UtilityError
+from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
 
 SILENCE_FACTOR = 3
 """A process that tokenizes something huge is silent for a while; that it has ended, the launcher tells at once."""
 LAST_WORDS_MS = 500
+ADAPTERS_KNOWN_WITHIN_S = 5.0
+"""A process that does not say so is stuck, or gone; it hears of them first when it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class ApiServerHub:
         self._front_ends: dict[bytes, RemoteFrontEnd] = {}
         self._desk: ControlDesk | None = None
         self._numbers = itertools.count()
+        self._adapters = messages.Adapters(0, [])
+        self._adapters_known = asyncio.Event()
         self._changed = asyncio.Event()
         self._answers: set[asyncio.Task[None]] = set()
         self._encoder = MsgpackEncoder()
@@ -99,6 +105,7 @@ class ApiServerHub:
     ) -> None:
         """From now on, processes that say hello are welcome, until `stop`."""
         self._open = _Open(dispatcher, pool, (facts, num_engines))
+        pool.adapters.announce_to(self._tell_adapters)
         self._spawn(self._leave_after(stop))
 
     def answer_with(self, app: Any) -> None:
@@ -153,6 +160,7 @@ class ApiServerHub:
             self._front_ends[identity] = front_end
             log.info("api_server_joined name=%s pid=%d", hello.name, hello.pid)
         self._send(front_end, messages.Welcome(front_end.prefix, *self._open.welcome))
+        self._send(front_end, self._adapters)
 
     def gone(self, name: str, cause: str) -> None:
         """The process has ended."""
@@ -222,6 +230,11 @@ class ApiServerHub:
                 self._open.dispatcher.abort(own_ids, answered=answered)
             case messages.Call():
                 self._spawn(self._call(self._open.pool, front_end, message))
+            case messages.LoadAdapter():
+                self._spawn(self._load_adapter(self._open.pool, front_end, message))
+            case messages.AdaptersKnown(version):
+                front_end.adapters_version = version
+                self._adapters_known.set()
             case messages.Control():
                 self._spawn(self._control(front_end, message))
             case messages.Ready():
@@ -259,6 +272,29 @@ class ApiServerHub:
             error = str(failure)
         packed = msgspec.Raw(msgspec.msgpack.encode(results))
         self._send(front_end, messages.CallReply(call.call_id, error, packed))
+
+    async def _load_adapter(self, pool: WorkerPool, front_end: RemoteFrontEnd, wanted: messages.LoadAdapter) -> None:
+        error, adapter = "", wanted.adapter
+        try:
+            adapter = await pool.adapters.load(adapter, again=wanted.again)
+        except UtilityError as failure:
+            error = str(failure)
+        self._send(front_end, messages.AdapterLoaded(wanted.call_id, error, adapter))
+
+    async def _tell_adapters(self, adapters: list[Adapter]) -> None:
+        """Returns when every process resolves requests with these."""
+        version = self._adapters.version + 1
+        self._adapters = messages.Adapters(version, adapters)
+        for front_end in list(self._front_ends.values()):
+            self._send(front_end, self._adapters)
+        deadline_s = time.monotonic() + ADAPTERS_KNOWN_WITHIN_S
+        while late := [f.name for f in self._front_ends.values() if f.ready and f.adapters_version < version]:
+            self._adapters_known.clear()
+            try:
+                await asyncio.wait_for(self._adapters_known.wait(), deadline_s - time.monotonic())
+            except TimeoutError:
+                log.warning("adapters_not_known names=%s version=%d", ",".join(late), version)
+                return
 
     async def _control(self, front_end: RemoteFrontEnd, request: messages.Control) -> None:
         if self._desk is None:

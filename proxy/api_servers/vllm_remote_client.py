@@ -16,12 +16,14 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from proxy.adapters.adapter import Adapter
+from proxy.adapters.registry import LOAD_TIMEOUT_S
 from proxy.api_servers import messages
 from proxy.api_servers.link import DispatcherLink
 from proxy.frontend.vllm_core_client import FrontEndClient
 from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder
 from proxy.scheduling.view import RequestShape
-from proxy.workers.worker_pool import UTILITY_TIMEOUT_S
+from proxy.workers.engine_calls import UTILITY_TIMEOUT_S
 
 log = logging.getLogger("twinpool.api_server")
 
@@ -37,6 +39,8 @@ class RemoteClient(FrontEndClient):
         self._encoder = MsgpackEncoder()
         self._decoder = OutputDecoder()
         link.on_outputs, link.on_failed = self._take_outputs, self._take_failure
+        link.on_adapters = self._show_adapters
+        self._show_adapters(link.adapters)
 
     @property
     def _outputs(self) -> "asyncio.Queue[Any]":
@@ -57,6 +61,13 @@ class RemoteClient(FrontEndClient):
             raise GracefulHTTPError(error, HTTPStatus.SERVICE_UNAVAILABLE)
         results: list[Any] = msgspec.msgpack.decode(reply.results)
         return results
+
+    async def _load_adapter(self, adapter: Adapter, *, again: bool) -> Adapter:
+        reply = await self._link.load_adapter(adapter, again, LOAD_TIMEOUT_S)
+        error = "the process that has the workers did not answer" if reply is None else reply.error
+        if reply is None or error:
+            raise GracefulHTTPError(error, HTTPStatus.SERVICE_UNAVAILABLE)
+        return reply.adapter
 
     def end_all(self, status: int, message: str) -> None:
         open_ids = list(self._front_end.request_states) if self._front_end is not None else []

@@ -49,6 +49,8 @@ class RemoteFrontEnd:
     send: "Callable[[RemoteFrontEnd, messages.ToApiServer, Sequence[Any]], None]"
     ready: bool = False
     arrivals: Arrivals = field(default_factory=Arrivals)
+    adapters_version: int = 0
+    """Of the list of adapters that it has last said it knows."""
 
     def take(self, outputs: Any) -> None:
         # The engine's statistics are shown by the API server beside the dispatcher, once.

@@ -4,12 +4,12 @@ Internals of vLLM 0.32.0 this relies on, checked by `tests/unit/proxy/test_vllm_
 `EngineCoreClient` and what `AsyncLLM` calls on it; `EngineCoreClient.make_async_mp_client`, called once by
 `AsyncLLM.__init__`; `OutputProcessor.{request_states, has_request, abort_requests}`, `RequestState.{queue,
 parent_req}`, `RequestOutputCollector.put(exception)`, which `generate()` raises to its caller; `AsyncLLM` aborts what
-ended at a stop string from the task that reads outputs.
+ended at a stop string from the task that reads outputs. For adapters see `proxy.adapters.vllm_adapters`.
 """
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
@@ -22,13 +22,16 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from proxy.adapters.adapter import Adapter
+from proxy.adapters.vllm_adapters import adapter_of, settle, show, unload_through
 from proxy.dispatch import Dispatcher
 from proxy.dispatch_settings import DispatchSettings
 from proxy.frontend.request_context import CURRENT, PriorityOutOfRange, RequestContext, current_standing
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.view import RequestShape
-from proxy.workers.worker_pool import UtilityError, WorkerPool
+from proxy.workers.engine_calls import UtilityError
+from proxy.workers.worker_pool import WorkerPool
 
 
 class ClientResources:
@@ -50,6 +53,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         self._reader: asyncio.Task[Any] | None = None
         # A context lives as long as its HTTP request; nobody else keeps it.
         self._contexts: WeakValueDictionary[str, RequestContext] = WeakValueDictionary()
+        self._models: Any = None
+        self._adapters: Sequence[Adapter] = ()
 
     def bind(self, front_end: OutputProcessor) -> None:
         """Names the front end, whose requests are told about failures."""
@@ -73,6 +78,10 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
     @abstractmethod
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every living worker's engine; raises `GracefulHTTPError` (503)."""
+
+    @abstractmethod
+    async def _load_adapter(self, adapter: Adapter, *, again: bool) -> Adapter:
+        """Loads an adapter into every worker, and returns it as they know it; raises `GracefulHTTPError` (503)."""
 
     @abstractmethod
     def end_all(self, status: int, message: str) -> None:
@@ -162,6 +171,18 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         """Called by `AsyncLLM.shutdown`; workers are stopped by whoever started them."""
         self.resources.engine_dead = True
 
+    # ----------------------------------------------------------------------------------------------- adapters
+
+    def serve_adapters(self, models: Any) -> None:
+        """Keeps vLLM's `OpenAIServingModels` equal to what the cluster has."""
+        self._models = models
+        show(models, self._adapters)
+
+    def _show_adapters(self, adapters: Sequence[Adapter]) -> None:
+        self._adapters = adapters
+        if self._models is not None:
+            show(self._models, adapters)
+
     # ------------------------------------------------------------------------------------ calls for every engine
 
     async def profile_async(
@@ -197,7 +218,8 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         return False
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        return all(await self._call_all("add_lora", lora_request))
+        settle(lora_request, await self._load_adapter(adapter_of(lora_request), again=lora_request.load_inplace))
+        return True
 
     async def remove_lora_async(self, lora_id: int) -> bool:
         return all(await self._call_all("remove_lora", lora_id))
@@ -258,6 +280,7 @@ class ClusterClient(FrontEndClient):
         super().__init__(num_engines, returns_routed_experts)
         self.dispatcher = Dispatcher(pool, settings, metrics, self.tell_client)
         self._pool = pool
+        pool.adapters.announce_to(self._take_adapters)
 
     @property
     def _outputs(self) -> "asyncio.Queue[Any]":
@@ -274,6 +297,19 @@ class ClusterClient(FrontEndClient):
             return list((await self._pool.call_all(method, *args)).values())
         except UtilityError as error:
             raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+
+    async def _load_adapter(self, adapter: Adapter, *, again: bool) -> Adapter:
+        try:
+            return await self._pool.adapters.load(adapter, again=again)
+        except UtilityError as error:
+            raise GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE) from error
+
+    async def _take_adapters(self, adapters: Sequence[Adapter]) -> None:
+        self._show_adapters(adapters)
+
+    def serve_adapters(self, models: Any) -> None:
+        super().serve_adapters(models)
+        unload_through(models, self._pool.adapters.unload)
 
     def end_all(self, status: int, message: str) -> None:
         self.dispatcher.fail_all(status, message)

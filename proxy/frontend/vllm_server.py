@@ -2,8 +2,9 @@
 
 Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
 from `vllm.entrypoints.launchers`, whose `peer_loads` leave a connection to the process that has fewest;
-`AsyncEngineArgs._api_process_count` and `_api_process_rank`; a FastAPI application whose middlewares can still be
-changed; `AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key` or else `VLLM_API_KEY`.
+`app.state.openai_serving_models`; `AsyncEngineArgs._api_process_count` and `_api_process_rank`; a FastAPI application
+whose middlewares can still be changed; `AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key`
+or else `VLLM_API_KEY`.
 """
 
 import asyncio
@@ -111,11 +112,6 @@ class VllmServer:
             raise ProxyStartError(str(error)) from error
         self._slo, self._liveness = SloRules(config.slo), config.liveness
         if self._seat is not None:
-            if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-                raise ProxyStartError(
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING is set, but an adapter would be known to one API server only; "
-                    "set server.api_servers=1 or unset it"
-                )
             # No cache of images that engines are expected to mirror: each process would have its own.
             self._engine_args._api_process_count = self._seat.count
             self._engine_args._api_process_rank = self._seat.index
@@ -249,7 +245,7 @@ class VllmServer:
                 disable_log_stats=self._engine_args.disable_log_stats,
             )
         client.bind(llm.output_processor)
-        http, app = await self._http_server(llm, dress)
+        http, app = await self._http_server(llm, client, dress)
         serving = asyncio.create_task(http.serve(sockets=[self._socket]), name="http-server")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         handler = llm.output_handler
@@ -290,13 +286,16 @@ class VllmServer:
             return
         starting.result()
 
-    async def _http_server(self, llm: AsyncLLM, dress: Callable[[FastAPI], App]) -> tuple[_HttpServer, FastAPI]:
+    async def _http_server(
+        self, llm: AsyncLLM, client: FrontEndClient, dress: Callable[[FastAPI], App]
+    ) -> tuple[_HttpServer, FastAPI]:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
         find_standings(app, self._slo)
         name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)
+        client.serve_adapters(app.state.openai_serving_models)
         options: dict[str, Any] = {}
         log_config = get_uvicorn_log_config(args)
         if log_config is not None:

@@ -2,7 +2,8 @@
 
 Relies on vLLM 0.32: `EngineCoreRequest` and `SamplingParams` (copying does not run `__post_init__`, decoding on the
 worker does, so every leg must be valid by itself), `max_tokens` resolved by the input processor, stop strings left to
-the detokenizer in the proxy, `kv_transfer_params` read from `sampling_params.extra_args`.
+the detokenizer in the proxy, `kv_transfer_params` read from `sampling_params.extra_args`, `LoRARequest.lora_int_id`,
+which is the same at every worker (`proxy.adapters`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,16 +48,23 @@ def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = F
             "remove the field from the request"
         )
     num_prompt_tokens = len(request.prompt_token_ids or ())
+    adapter = adapter_number(request)
     if params is None:
-        return RequestShape(num_prompt_tokens, 1, False, local_because="pooling")
+        return RequestShape(num_prompt_tokens, 1, False, local_because="pooling", adapter=adapter)
     return RequestShape(
         num_prompt_tokens=num_prompt_tokens,
         max_tokens=params.max_tokens or 1,
         first_token_mode=decide_first_token(params).first_token,
         wants_prompt_scores=_wants_prompt_scores(params),
         local_because=_local_because(request, engines_return_routed_experts),
+        adapter=adapter,
         prompt_hashes=_prompt_hashes(request),
     )
+
+
+def adapter_number(request: EngineCoreRequest) -> int:
+    """Of the LoRA adapter that it wants; 0 for the base model."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 def _prompt_hashes(request: EngineCoreRequest) -> PromptHashes:
@@ -64,8 +72,7 @@ def _prompt_hashes(request: EngineCoreRequest) -> PromptHashes:
     params = request.sampling_params
     if request.mm_features or request.prompt_embeds is not None or params is None or params.skip_reading_prefix_cache:
         return NO_HASHES
-    lora_name = request.lora_request.lora_name if request.lora_request is not None else ""
-    return PromptHashes(request.prompt_token_ids or (), root(lora_name, request.cache_salt or ""))
+    return PromptHashes(request.prompt_token_ids or (), root(adapter_number(request), request.cache_salt or ""))
 
 
 def _local_because(request: EngineCoreRequest, engines_return_routed_experts: bool) -> str:

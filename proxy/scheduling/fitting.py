@@ -82,7 +82,7 @@ def fit(
 
 def _local(pools: Pools, way: Local, shape: RequestShape, expected: int, cached: int) -> Fit | NoFit:
     needed = shape.num_prompt_tokens + 1
-    best = pools.decode_for(needed, expected, avoid=shape.avoid)
+    best = pools.decode_for(needed, expected, avoid=shape.avoid, adapter=shape.adapter)
     missing = max(1, shape.num_prompt_tokens - cached)
     worker = best
     if way.decode:
@@ -112,7 +112,9 @@ def _through_prefill(
     offers = sorted(
         (
             _offer(pools, worker, urgency, shape, cached, now_s)
-            for worker in pools.prefill_candidates(needed, cached, shape.avoid, hands_over=isinstance(way, Remote))
+            for worker in pools.prefill_candidates(
+                needed, cached, shape.avoid, hands_over=isinstance(way, Remote), adapter=shape.adapter
+            )
         ),
         key=lambda offer: (offer.avoided, round(offer.key, SAME_S), offer.worker.listed),
     )
@@ -128,7 +130,7 @@ def _through_prefill(
             continue
         decode = None
         if isinstance(way, Remote):
-            decode = pools.decode_for(needed, expected, offer.worker, shape.avoid)
+            decode = pools.decode_for(needed, expected, offer.worker, shape.avoid, shape.adapter)
             if decode is None:
                 reason = "decode_full"
                 full_for.add(layout)  # whoever prefills: looking through 256 full workers takes a while
@@ -183,7 +185,7 @@ def _overflow(pools: Pools, shape: RequestShape, expected: int, ahead_s: float) 
     probe, which is there to go through both pools."""
     if ahead_s <= 0.0 or shape.standing.slo.name == PROBE.name:
         return None
-    worker = pools.decode_for(shape.num_prompt_tokens + 1, expected, avoid=shape.avoid)
+    worker = pools.decode_for(shape.num_prompt_tokens + 1, expected, avoid=shape.avoid, adapter=shape.adapter)
     if worker is None or worker.local_prefills:
         return None
     prefill_s = pools.average.prefill_s(shape.num_prompt_tokens)

@@ -18,6 +18,7 @@ REASONS = (
     "prefill_busy",
     "no_prefill_worker",
     "no_compatible_pair",
+    "no_adapter",
     # Why it waits, or was refused.
     "no_decode_worker",
     "prefill_full",

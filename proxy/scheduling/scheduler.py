@@ -17,7 +17,15 @@ from proxy.scheduling.capacity.pools import Pools
 from proxy.scheduling.fitting import NoFit, fit
 from proxy.scheduling.place import Decision, Policy, Reject, Wait
 from proxy.scheduling.route import LaneName, Route, lane_of, route
-from proxy.scheduling.view import CachedPrefixes, NothingKnown, RequestShape, Role, WorkerFacts
+from proxy.scheduling.view import (
+    NO_ADAPTERS,
+    AdapterView,
+    CachedPrefixes,
+    NothingKnown,
+    RequestShape,
+    Role,
+    WorkerFacts,
+)
 from proxy.scheduling.waiting.admission import QUEUE_CAUTION, judge, retry_after_s
 from proxy.scheduling.waiting.backlog import Backlog
 from proxy.scheduling.waiting.fair_queue import Entry
@@ -136,12 +144,14 @@ class Scheduler:
         compatible: frozenset[tuple[str, str]],
         now_s: float,
         awaited: frozenset[Role] = frozenset(),
+        adapters: AdapterView = NO_ADAPTERS,
     ) -> None:
         """Everyone who takes requests now, and the layouts that differ and fit; whoever waits may go another way.
 
-        `awaited`: roles of which workers will come or come back, so that waiting for them pays.
+        `awaited`: roles of which workers will come or come back, so that waiting for them pays. `adapters`: who has
+        which of them.
         """
-        if not self.books.pools.become(workers, compatible, awaited):
+        if not self.books.pools.become(workers, compatible, awaited, adapters):
             return
         for waiting in list(self._waiting.values()):
             way = route(waiting.entry.shape, self.books.pools, waiting.cached)

@@ -34,6 +34,23 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterView:
+    """LoRA adapters by number, and who has loaded which."""
+
+    known: frozenset[int] = frozenset()
+    """Those that some request may still want."""
+    held: frozenset[tuple[str, int]] = frozenset()
+    """Worker and adapter. A worker without the adapter of a request is never given it."""
+
+    def allows(self, worker_id: str, adapter: int) -> bool:
+        """Whether a request with this adapter may go there."""
+        return not adapter or (worker_id, adapter) in self.held
+
+
+NO_ADAPTERS = AdapterView()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestShape:
     """What placement needs to know about a request, and nothing else."""
 
@@ -53,6 +70,8 @@ class RequestShape:
     """The client has got another choice of the same answer, or a part of it."""
     avoid: str = ""
     """The worker under which it was just lost: only if no other takes it now."""
+    adapter: int = 0
+    """Of the LoRA adapter that it wants; 0: the base model."""
     prompt_hashes: PromptHashes = field(default=NO_HASHES, compare=False, repr=False)
     """What to ask `PrefixIndex` for."""
 

@@ -4,27 +4,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 
 from cluster import messages
 from cluster.config import LivenessConfig
+from proxy.adapters.registry import AdapterRegistry
 from proxy.metrics import ProxyMetrics
 from proxy.prefixes.prefix_feed import PrefixFeed
+from proxy.workers.engine_calls import UTILITY_TIMEOUT_S, EngineCalls, results_of_all
 from proxy.workers.roster import Loss, Roster, Worker
 from proxy.workers.worker_socket import Frame, WorkerSocket
 
 log = logging.getLogger("twinpool.proxy")
-
-UTILITY_TIMEOUT_S = 60.0
-
-
-class UtilityError(Exception):
-    """A worker could not carry out an engine call, or did not answer in time."""
 
 
 class PoolListener(Protocol):
@@ -38,6 +32,7 @@ class PoolListener(Protocol):
     def on_pool_changed(self) -> None: ...
     def on_beat(self, now_s: float) -> None: ...
     def needs(self, worker_id: str) -> bool: ...
+    def adapters_in_use(self) -> Collection[int]: ...
 
 
 class WorkerPool:
@@ -60,8 +55,8 @@ class WorkerPool:
         self._on_join = on_join
         self._listener: PoolListener | None = None
         self._changed = asyncio.Event()
-        self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
-        self._next_call_id = 1
+        self._calls = EngineCalls(self.send)
+        self.adapters = AdapterRegistry(roster, self._calls, self._adapters_in_use, self._pool_changed)
         self._orders: dict[str, messages.Drain] = {}
         """To draining workers, until each has heard of it."""
         self._socket = WorkerSocket(address, self._take, self._bad_frame)
@@ -131,36 +126,11 @@ class WorkerPool:
 
     async def call_all(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> dict[str, Any]:
         """Calls a method of every living worker's engine; results by worker id. Raises `UtilityError`."""
-        if method not in messages.ALLOWED_UTILITIES:
-            raise UtilityError(f"the engine call {method} is not available on a cluster of workers")
-        try:
-            packed = msgspec.Raw(msgspec.msgpack.encode(args))
-        except TypeError as error:
-            raise UtilityError(f"the arguments of {method} cannot be sent to workers: {error}") from error
-        waits: dict[str, asyncio.Future[Any]] = {}
-        for worker in self.roster.alive():
-            call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
-            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._calls[call_id] = (worker.worker_id, future)
-            future.add_done_callback(partial(self._call_done, call_id))
-            waits[worker.worker_id] = future
-            if not self.send(worker.worker_id, messages.Utility(call_id, method, packed)):
-                future.set_exception(UtilityError(f"worker {worker.worker_id} is not reachable"))
-        if not waits:
-            raise UtilityError(f"no worker is alive to carry out {method}")
-        _, late = await asyncio.wait(waits.values(), timeout=timeout_s)
-        for future in late:
-            future.cancel()
-        if late:
-            names = ", ".join(w for w, f in waits.items() if f in late)
-            raise UtilityError(f"{names} did not answer {method} within {timeout_s:g} s")
-        errors = [str(f.exception()) for f in waits.values() if f.exception() is not None]
-        if errors:
-            raise UtilityError("; ".join(errors))
-        return {worker_id: future.result() for worker_id, future in waits.items()}
+        answers = await self._calls.each(self.roster.alive(), method, args, timeout_s)
+        return results_of_all(answers, method)
 
-    def _call_done(self, call_id: int, _: "asyncio.Future[Any]") -> None:
-        self._calls.pop(call_id, None)
+    def _adapters_in_use(self) -> Collection[int]:
+        return self._listener.adapters_in_use() if self._listener is not None else ()
 
     # ----------------------------------------------------------------------------------------------- receiving
 
@@ -184,6 +154,7 @@ class WorkerPool:
                 if self.roster.report(worker, message):
                     log.info("worker_back worker=%s", worker.worker_id)
                     self._pool_changed()
+                    self.adapters.catch_up()
                 self._metrics.observe_load(worker.worker_id, message)
                 if listener is not None:
                     listener.on_load(worker, message)
@@ -196,7 +167,7 @@ class WorkerPool:
                 if self.prefixes.take(worker, message, now_s):
                     self._socket.send(identity, messages.TellCachedBlocks())
             case messages.UtilityReply():
-                self._reply(worker, message)
+                self._calls.reply(worker, message)
             case messages.Outputs() if listener is not None:
                 listener.on_outputs(worker, extra)
             case messages.PrefillStarted() if listener is not None:
@@ -222,6 +193,7 @@ class WorkerPool:
             )
             self.prefixes.forget(hello.worker_id)  # it tells everything anew
             self._introduce(admission.worker)
+            self.adapters.catch_up()
             self._on_join(hello.worker_id, hello.role)
         if admission.changed:
             log.info("worker_changed worker=%s role=%s drains_to=%s", hello.worker_id, hello.role, hello.drains_to)
@@ -251,18 +223,6 @@ class WorkerPool:
         for worker in decode if prefill else ():
             self._socket.send(worker.identity, meeting)
 
-    def _reply(self, worker: Worker, reply: messages.UtilityReply) -> None:
-        worker_id, future = self._calls.get(reply.call_id, ("", None))
-        if future is None or future.done() or worker_id != worker.worker_id:
-            return
-        if reply.error:
-            future.set_exception(UtilityError(f"worker {worker_id}: {reply.error}"))
-            return
-        try:
-            future.set_result(msgspec.msgpack.decode(reply.result))
-        except (msgspec.DecodeError, RecursionError) as error:
-            future.set_exception(UtilityError(f"worker {worker_id} answered with malformed data: {error}"))
-
     # ------------------------------------------------------------------------------------------------ liveness
 
     def _lost(self, loss: Loss | None) -> None:
@@ -271,9 +231,7 @@ class WorkerPool:
         level = logging.INFO if loss.kind == "drained" else logging.WARNING
         log.log(level, "worker_lost worker=%s kind=%s cause=%s", loss.worker_id, loss.kind, loss.cause)
         self._metrics.worker_losses.labels(loss.kind).inc()
-        for worker_id, future in list(self._calls.values()):
-            if worker_id == loss.worker_id and not future.done():
-                future.set_exception(UtilityError(loss.cause))
+        self._calls.lost(loss)
         # First what it carried is given up: a new life under the same id may get requests as soon as it is known.
         if self._listener is not None:
             self._listener.on_worker_lost(loss)
@@ -315,10 +273,12 @@ class WorkerPool:
             for loss in self.roster.silent(now_s):
                 self._lost(loss)
             self._follow_drains()
+            self.adapters.beat()
             if self._listener is not None:
                 self._listener.on_beat(now_s)
 
     def close(self) -> None:
         """Closes the socket. Workers are stopped by whoever started them."""
         self._beats.cancel()
+        self.adapters.close()
         self._socket.close()

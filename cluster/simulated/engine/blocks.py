@@ -7,17 +7,17 @@ the one that was given back first is needed first.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from cluster.prefix_events.block_hashes import block_hash, root
+from cluster.prefix_events.block_hashes import block_hash
 from cluster.prefix_events.cached_blocks import CachedBlocks
 
 
-def block_hashes(tokens: Sequence[int], block_size: int, salt: str, known: Sequence[int] = ()) -> list[int]:
+def block_hashes(tokens: Sequence[int], block_size: int, root: int, known: Sequence[int] = ()) -> list[int]:
     """One hash per full block of `tokens`, each of everything up to its end; `known` are the first of them.
 
-    The proxy computes the same of a prompt, see `cluster.prefix_events`.
+    The proxy computes the same of a prompt, see `cluster.prefix_events`, also for `root`.
     """
     hashes = list(known)
-    parent = hashes[-1] if hashes else root(cache_salt=salt)
+    parent = hashes[-1] if hashes else root
     for end in range((len(hashes) + 1) * block_size, len(tokens) + 1, block_size):
         parent = block_hash(parent, tokens[end - block_size : end])
         hashes.append(parent)

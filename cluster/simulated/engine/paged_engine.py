@@ -63,6 +63,8 @@ class SimulatedEngine:
         self._running: list[Sequence] = []
         self._importing: dict[str, Sequence] = {}  # by transfer id
         self._leased: dict[str, list[int]] = {}  # blocks of prompts that wait to be fetched, by transfer id
+        self.adapters: dict[int, str] = {}
+        """Names by number; nothing is computed with them, but their blocks are others."""
         self.tokens_computed = 0
         """Of prompts and outputs, also twice: while it grows the engine gets on."""
         self._num_arrived = 0
@@ -217,7 +219,7 @@ class SimulatedEngine:
 
     def _known_blocks(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Blocks of its first tokens, at most `num_tokens`, that the prefix cache has."""
-        sequence.hashes = block_hashes(sequence.tokens, self._config.block_size, sequence.salt, sequence.hashes)
+        sequence.hashes = block_hashes(sequence.tokens, self._config.block_size, sequence.root, sequence.hashes)
         if not self._config.prefix_caching or sequence.wants_whole_prompt:
             return []
         return self._pool.cached(sequence.hashes[: max(0, num_tokens) // self._config.block_size])
@@ -273,7 +275,7 @@ class SimulatedEngine:
         num_full = sequence.num_computed // block_size
         if num_full > sequence.num_named and self._config.prefix_caching:
             if len(sequence.hashes) < num_full:
-                sequence.hashes = block_hashes(sequence.tokens, block_size, sequence.salt, sequence.hashes)
+                sequence.hashes = block_hashes(sequence.tokens, block_size, sequence.root, sequence.hashes)
             for index in range(sequence.num_named, num_full):
                 self._pool.name(sequence.table[index], sequence.hashes[index])
             sequence.num_named = num_full

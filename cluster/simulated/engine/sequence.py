@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from cluster.simulated.engine.vllm_frames import Request, Sampling
+from cluster.prefix_events.block_hashes import root
+from cluster.simulated.engine.vllm_frames import Request, Sampling, adapter_of
 
 
 class Place(Enum):
@@ -66,7 +67,8 @@ class Sequence:
     tokens: list[int]
     num_prompt_tokens: int
     sampling: Sampling
-    salt: str
+    root: int
+    """What its blocks' hashes begin with: LoRA adapter and cache salt."""
     arrived_s: float
     urgency: tuple[float, int]
     """Deadline of the first token where the proxy gave one, then the order of arrival."""
@@ -128,7 +130,7 @@ def sequence_of(request: Request, number: int, now_s: float) -> Sequence:
         list(tokens),
         len(tokens),
         sampling,
-        request.cache_salt or "",
+        root(adapter_of(request), request.cache_salt or ""),
         now_s,
         (_deadline_s(sampling, now_s), number),
         transfer,

@@ -60,6 +60,14 @@ class Request(msgspec.Struct, array_like=True, omit_defaults=True):
     priority: int = 0
 
 
+def adapter_of(request: Request) -> int:
+    """Number of the LoRA adapter, 0 for the base model; `LoRARequest` is an array of name, number, path and more."""
+    match request.lora_request:
+        case [str(), int(number), *_]:
+            return number
+    return 0
+
+
 class EngineEvent(msgspec.Struct):
     """`EngineCoreEvent`: type 1 is queued, 2 scheduled, 3 preempted. Seconds of the machine's monotonic clock."""
 

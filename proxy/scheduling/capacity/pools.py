@@ -9,7 +9,7 @@ from itertools import islice
 from proxy.scheduling.capacity.costs import CostModel
 from proxy.scheduling.capacity.workers import DecodeWorker, PrefillWorker, Recent
 from proxy.scheduling.place import Policy
-from proxy.scheduling.view import Role, WorkerFacts
+from proxy.scheduling.view import NO_ADAPTERS, AdapterView, Role, WorkerFacts
 
 TOLERATED_IMBALANCE = 1.15
 ASKED = 4
@@ -32,6 +32,7 @@ class Pools:
     decode_lens: tuple[int, ...] = ()
     awaited: frozenset[Role] = frozenset()
     """Roles of which workers will come or come back."""
+    adapters: AdapterView = NO_ADAPTERS
     _compatible: frozenset[tuple[str, str]] = frozenset()
     _partners: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By the layout of a prefill worker: those of decode workers that it can hand over to."""
@@ -51,15 +52,19 @@ class Pools:
     # ----------------------------------------------------------------------------------------------- membership
 
     def become(
-        self, workers: Iterable[WorkerFacts], compatible: frozenset[tuple[str, str]], awaited: frozenset[Role]
+        self,
+        workers: Iterable[WorkerFacts],
+        compatible: frozenset[tuple[str, str]],
+        awaited: frozenset[Role],
+        adapters: AdapterView,
     ) -> bool:
         """Exactly these take requests from now on; False if that changes nothing.
 
         `compatible`: layouts of prefill and decode workers that differ and can exchange blocks all the same; `awaited`:
-        roles of which workers will come or come back.
+        roles of which workers will come or come back; `adapters`: who has which.
         """
-        before = (self._compatible, self.awaited)
-        self._compatible, self.awaited = compatible, awaited
+        before = (self._compatible, self.awaited, self.adapters)
+        self._compatible, self.awaited, self.adapters = compatible, awaited, adapters
         wanted = {facts.worker_id: facts for facts in workers}
         known = [w.facts for w in self.prefill.values()] + [w.facts for w in self.decode.values()]
         gone = [facts for facts in known if wanted.get(facts.worker_id) != facts]
@@ -68,7 +73,7 @@ class Pools:
         new = [f for f in wanted.values() if f.worker_id not in self.prefill and f.worker_id not in self.decode]
         for facts in new:
             self._join(facts)
-        if not gone and not new and before == (compatible, awaited):
+        if not gone and not new and before == (compatible, awaited, adapters):
             return False
         self._membership_changed()
         return True
@@ -122,33 +127,45 @@ class Pools:
 
     # ------------------------------------------------------------------------------------------------- asking
 
-    def can_hand_over(self, needed: int) -> bool:
+    def lens_with(self, adapter: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`prefill_lens` and `decode_lens` of the workers that have the adapter; 0: of all."""
+        if not adapter:
+            return self.prefill_lens, self.decode_lens
+        allows = self.adapters.allows
+        prefill = {w.facts.max_model_len for w in self.prefill.values() if allows(w.facts.worker_id, adapter)}
+        decode = {w.facts.max_model_len for w in self.decode.values() if allows(w.facts.worker_id, adapter)}
+        return tuple(sorted(prefill)), tuple(sorted(decode))
+
+    def can_hand_over(self, needed: int, adapter: int = 0) -> bool:
         """Whether some prefill worker can hand a context of `needed` tokens over to some decode worker."""
-        if len(self.prefill_lens) == len(self.decode_lens) == 1:
+        if len(self.prefill_lens) == len(self.decode_lens) == 1 and not adapter:
             return any(self._partners.values())
-        decode_layouts = {w.facts.fingerprint for w in self.decode.values() if w.facts.max_model_len >= needed}
+        decode_layouts = {w.facts.fingerprint for w in self.decode.values() if self._accepts(w.facts, needed, adapter)}
         return any(
             not decode_layouts.isdisjoint(self._partners[w.facts.fingerprint])
             for w in self.prefill.values()
-            if w.facts.max_model_len >= needed
+            if self._accepts(w.facts, needed, adapter)
         )
+
+    def _accepts(self, facts: WorkerFacts, needed: int, adapter: int) -> bool:
+        return facts.max_model_len >= needed and self.adapters.allows(facts.worker_id, adapter)
 
     def shortest_context(self, needed: int) -> int:
         """Of all workers that accept `needed` tokens."""
         return min((n for n in (*self.prefill_lens, *self.decode_lens) if n >= needed), default=0)
 
     def prefill_candidates(
-        self, needed: int, knowing: Mapping[str, int], avoid: str = "", *, hands_over: bool = False
+        self, needed: int, knowing: Mapping[str, int], avoid: str = "", *, hands_over: bool = False, adapter: int = 0
     ) -> list[PrefillWorker]:
         """Those that will be free first, and those that have most of the prompt; only such as accept the tokens.
 
         `knowing`: tokens of the prompt that workers have. `avoid`: a worker that takes nobody's place among them.
-        `hands_over`: only those with a layout that fits some decode worker's.
+        `hands_over`: only those with a layout that fits some decode worker's. `adapter`: only those that have it.
         """
 
         def will_do(worker: PrefillWorker) -> bool:
             facts = worker.facts
-            return facts.max_model_len >= needed and not (hands_over and not self._partners[facts.fingerprint])
+            return self._accepts(facts, needed, adapter) and not (hands_over and not self._partners[facts.fingerprint])
 
         in_order = (self._prefill_by_index[index] for _, _, index in self._prefill_order)
         asked = {w.facts.worker_id: w for w in islice(filter(will_do, in_order), ASKED + bool(avoid))}
@@ -160,9 +177,9 @@ class Pools:
         return list(asked.values())
 
     def decode_for(
-        self, needed: int, num_tokens: int, prefill: PrefillWorker | None = None, avoid: str = ""
+        self, needed: int, num_tokens: int, prefill: PrefillWorker | None = None, avoid: str = "", adapter: int = 0
     ) -> DecodeWorker | None:
-        """The best decode worker with room for `num_tokens`, that accepts `needed` and fits `prefill`.
+        """The best decode worker with room for `num_tokens`, that accepts `needed`, fits `prefill`, has the adapter.
 
         `avoid`: a worker that is taken only if no other has room now.
         """
@@ -174,7 +191,9 @@ class Pools:
                 if best is not None and best.listed < place:
                     break
                 worker = self._decode_by_index[place[-1]]
-                if not worker.has_room(worker.blocks_of(num_tokens)) or worker.facts.max_model_len < needed:
+                if not worker.has_room(worker.blocks_of(num_tokens)) or not self._accepts(
+                    worker.facts, needed, adapter
+                ):
                     continue
                 if worker.facts.worker_id != avoid:
                     best = worker

@@ -21,6 +21,11 @@ def test_prompts_that_differ_have_different_hashes(other: list[int]) -> None:
     assert hash_prompt(other) != hash_prompt([1, 2, 3])
 
 
+def test_the_same_prompt_with_another_adapter_has_another_hash() -> None:
+    weights = ("", "7 poet /adapters/poet", "8 poet /adapters/poet/.", "9 poet " + "/long" * 100)
+    assert len({hash_prompt([1, 2, 3], adapter) for adapter in weights}) == len(weights)
+
+
 def is_refused(closed: ClosedImport) -> bool:
     """Nothing of the exporter's is used: not a block, not its token."""
     return (closed.outcome, closed.failure_kind, closed.bad_block_ids, closed.first_token) == (

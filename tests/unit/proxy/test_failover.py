@@ -145,6 +145,7 @@ async def test_what_is_left_is_handed_over_again_with_everything_else_as_it_was(
     async with mini_cluster(tmp_path) as cluster:
         request = cluster.request(max_tokens=10, min_tokens=6, prompt_logprobs=0, stop_token_ids=[EOS])
         request.lora_request = LoRARequest("adapter", 1, "/adapters/1")
+        await cluster.client.add_lora_async(request.lora_request)
         request.cache_salt, request.priority, request.data_parallel_rank = "salt", 3, 0
         request.trace_headers, request.arrival_time = {"traceparent": "00-1"}, 5.0
         answer = await read(await cut_off(cluster, 3, request))

@@ -71,8 +71,8 @@ async def test_a_lora_and_a_salt_are_part_of_the_lookup(tmp_path: Path) -> None:
     async with mini_cluster(tmp_path) as cluster:
         request = cluster.request()
         assert list(describe(request).prompt_hashes.of_size(BLOCK_SIZE)) == HASHES
-        request.lora_request, request.cache_salt = SimpleNamespace(lora_name="poet"), "pepper"
-        salted = PromptHashes(PROMPT, root("poet", "pepper"))
+        request.lora_request, request.cache_salt = SimpleNamespace(lora_int_id=7), "pepper"
+        salted = PromptHashes(PROMPT, root(7, "pepper"))
         assert list(describe(request).prompt_hashes.of_size(BLOCK_SIZE)) == list(salted.of_size(BLOCK_SIZE))
 
 

@@ -52,9 +52,9 @@ def test_a_block_whose_beginning_is_gone_helps_nobody() -> None:
 
 def test_prompts_of_another_lora_or_salt_are_others() -> None:
     index = index_of(prefill_0=[[1, 2, 3, 4]])
-    assert index.cached_tokens(PromptHashes([1, 2, 3, 4, 5], root("poet"))) == {}
-    index.stored("prefill-0", PromptHashes([1, 2, 3], root("poet")).of_size(2))
-    assert index.cached_tokens(PromptHashes([1, 2, 3, 4, 5], root("poet"))) == {"prefill-0": 2}
+    assert index.cached_tokens(PromptHashes([1, 2, 3, 4, 5], root(7))) == {}
+    index.stored("prefill-0", PromptHashes([1, 2, 3], root(7)).of_size(2))
+    assert index.cached_tokens(PromptHashes([1, 2, 3, 4, 5], root(7))) == {"prefill-0": 2}
 
 
 def test_a_worker_that_is_gone_or_cleared_leaves_nothing() -> None:

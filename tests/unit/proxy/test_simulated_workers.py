@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from vllm.lora.request import LoRARequest
 
 from cluster.config import LivenessConfig, SimulationConfig, TransferConfig
 from cluster.host import drain
@@ -234,6 +235,20 @@ async def test_the_proxy_knows_what_the_prefix_cache_holds(cluster: Cluster) -> 
         assert cluster.proxy.metric("prefix_tokens_total", kind=kind) == len(PROMPT) // 16 * 16
     await cluster.proxy.pool.call_all("reset_prefix_cache")
     await until(lambda: index.cached_tokens(hashes) == {})
+
+
+async def test_adapters_are_taken_by_name_and_their_blocks_are_others(cluster: Cluster) -> None:
+    await cluster.start("a", "prefill-0", "decode-0")
+    poet, pool = LoRARequest("poet", 1, "/adapters/poet"), cluster.proxy.pool
+    await cluster.proxy.client.add_lora_async(poet)
+    assert await pool.call_all("list_loras") == {name: [poet.lora_int_id] for name in ("prefill-0", "decode-0")}
+    for adapter, cached in ((None, 0), (poet, 0), (poet, len(PROMPT) // 16 * 16)):
+        request = cluster.proxy.request(PROMPT)
+        request.lora_request = adapter
+        assert (await read(await cluster.proxy.add(request))).cached_tokens == cached
+    await pool.adapters.unload("poet")
+    assert await pool.call_all("list_loras") == {"prefill-0": [], "decode-0": []}
+    await cluster.all_free()
 
 
 async def test_the_hello_says_that_there_is_no_engine(cluster: Cluster) -> None:

@@ -23,6 +23,6 @@ def test_the_same_tokens_after_different_ones_are_different_blocks(parents: list
 
 
 def test_a_lora_and_a_salt_begin_chains_of_their_own() -> None:
-    roots = [root(), root("x"), root("", "x"), root("x", "x"), root("xx"), salted(NO_PARENT, "content", ["x"])]
+    roots = [root(), root(1), root(0, "x"), root(1, "x"), root(11), salted(NO_PARENT, "content", ["x"])]
     assert all(a != b for a, b in pairwise(sorted(roots)))
     assert root() == NO_PARENT

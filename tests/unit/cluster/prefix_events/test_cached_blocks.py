@@ -80,13 +80,13 @@ def test_after_missed_events_new_ones_count_but_the_cache_is_unknown_until_it_is
 
 
 def test_a_lora_and_a_cache_salt_are_part_of_the_name() -> None:
-    lora = after(stored([71, 72], [1, 2, 3, 4], lora_name="poet", extra_keys=[["poet"], ["poet"]]))
-    assert lora.all_blocks() == ours(1, 2, 3, 4, parent=root("poet"))
+    lora = after(stored([71, 72], [1, 2, 3, 4], lora_name="poet", lora_id=7, extra_keys=[["poet"], ["poet"]]))
+    assert lora.all_blocks() == ours(1, 2, 3, 4, parent=root(7))
     salt = after(stored([71, 72], [1, 2, 3, 4], extra_keys=[["poet"], None]))
-    assert salt.all_blocks() == ours(1, 2, 3, 4, parent=root("", "poet"))
-    both = after(stored([71], [1, 2], lora_name="poet", extra_keys=[["poet", "s"]]))
-    both.apply([stored([72], [3, 4], parent=71, lora_name="poet", extra_keys=[["poet"]])])
-    assert both.all_blocks() == ours(1, 2, 3, 4, parent=root("poet", "s"))
+    assert salt.all_blocks() == ours(1, 2, 3, 4, parent=root(0, "poet"))
+    both = after(stored([71], [1, 2], lora_name="poet", lora_id=7, extra_keys=[["poet", "s"]]))
+    both.apply([stored([72], [3, 4], parent=71, lora_name="poet", lora_id=7, extra_keys=[["poet"]])])
+    assert both.all_blocks() == ours(1, 2, 3, 4, parent=root(7, "s"))
 
 
 def test_blocks_with_images_match_no_text_and_neither_do_those_after_them() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zmq.asyncio
 from vllm.distributed import kv_events
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -135,7 +136,18 @@ def test_blocks_that_a_decode_worker_received_are_told_when_they_have_arrived(en
 def test_a_cache_salt_is_told_with_the_first_block(engine: Engine) -> None:
     text = list(range(1, 9))
     engine.compute(engine.request("salted", text, cache_salt="pepper"))
-    assert engine.held() == set(ours(text, root("", "pepper")))
+    assert engine.held() == set(ours(text, root(0, "pepper")))
+
+
+def test_an_adapter_is_told_by_its_number_and_its_blocks_are_no_others() -> None:
+    engine, text = Engine(num_blocks=20), list(range(1, 10))
+    for name, path, number in (("poet", "/a", 7), ("poet", "/b", 8)):
+        request = engine.request(path, text, lora_request=LoRARequest(name, number, path))
+        assert engine.compute(request) == 0
+        engine.manager.free(request)
+    assert engine.compute(engine.request("base", text)) == 0
+    assert engine.held() >= {*ours(text, root(7)), *ours(text, root(8)), *ours(text)}
+    assert engine.compute(engine.request("again", text, lora_request=LoRARequest("poet", 8, "/b"))) == 8
 
 
 def test_no_request_makes_the_engine_tell_again_what_it_found() -> None:

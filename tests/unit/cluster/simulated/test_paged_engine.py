@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cluster.config import SimulationConfig
+from cluster.prefix_events.block_hashes import root
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.simulated.engine.blocks import BlockPool, block_hashes
 from cluster.simulated.engine.cost import Chunk, CostModel
@@ -268,7 +269,7 @@ def test_whatever_comes_in_whatever_order_every_block_comes_back() -> None:
 
 def test_free_blocks_are_reused_from_the_end_of_the_oldest_prompt() -> None:
     pool = BlockPool(3, CachedBlocks(4, 3))
-    hashes = block_hashes([1, 1, 2, 2, 3, 3], 2, "")
+    hashes = block_hashes([1, 1, 2, 2, 3, 3], 2, 0)
     table = pool.hold((), 3)
     assert table is not None
     for block, block_hash in zip(table, hashes, strict=True):
@@ -280,7 +281,7 @@ def test_free_blocks_are_reused_from_the_end_of_the_oldest_prompt() -> None:
     assert pool.cached(hashes) == table[:2]
     assert pool.hold(table[:2], 1) is None
     assert not pool.forget_all()
-    assert block_hashes([1, 1], 2, "other") != hashes[:1]
+    assert block_hashes([1, 1], 2, root(cache_salt="other")) != hashes[:1]
 
 
 def test_costs_add_up_and_scale_and_repeat() -> None:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -74,7 +75,7 @@ def test_a_request_of_vllm_is_read() -> None:
         sampling_params=params,
         pooling_params=None,
         arrival_time=1.0,
-        lora_request=None,
+        lora_request=LoRARequest("poet", 7, "/adapters/poet"),
         cache_salt="salt",
         data_parallel_rank=None,
         trace_headers={"a": "b"},
@@ -82,6 +83,7 @@ def test_a_request_of_vllm_is_read() -> None:
     )
     read = ours.read_request([bytes(frame) for frame in MsgpackEncoder().encode(request)])
     assert (read.request_id, read.prompt_token_ids, read.cache_salt) == ("r", [1, 2, 70_000], "salt")
+    assert ours.adapter_of(read) == 7
     sampling = read.sampling_params
     assert sampling is not None
     assert (sampling.max_tokens, sampling.min_tokens, sampling.stop_token_ids) == (7, 2, [5])

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,11 +15,14 @@ import zmq.asyncio
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.cache import factories
 
 from cluster.config import LivenessConfig
 from cluster.status import LaunchNote
+from proxy.adapters.adapter import Adapter
 from proxy.api_servers import messages
+from proxy.api_servers import vllm_hub as hub_module
 from proxy.api_servers.accept_loads import NOT_ACCEPTING, create_loads, open_loads
 from proxy.api_servers.control import ControlForward
 from proxy.api_servers.link import DispatcherLink, DispatcherLost
@@ -345,6 +349,53 @@ async def test_engine_calls_of_a_remote_front_end_go_to_every_worker(tmp_path: P
         with pytest.raises(GracefulHTTPError, match="worker decode-0: ValueError: no such adapter"):
             await remote.core.remove_lora_async(3)
         assert await remote.core.get_supported_tasks_async() == ("generate",)
+
+
+async def test_every_api_server_knows_an_adapter_before_its_load_is_answered(tmp_path: Path) -> None:
+    async with hub_of(tmp_path) as hub:
+        first, second = [await hub.join(name) for name in NAMES]
+        lists = [SimpleNamespace(lora_requests={}, unload_lora_adapter=None) for _ in range(3)]
+        for front_end, models in zip((hub.cluster, first, second), lists, strict=True):
+            front_end.core.serve_adapters(models)
+        asked = LoRARequest("poet", 1, "/adapters/poet")
+        assert await first.core.add_lora_async(asked) is True
+        number = Adapter("poet", "/adapters/poet").adapter_id
+        assert asked.lora_int_id == number
+        assert [models.lora_requests["poet"].lora_int_id for models in lists] == [number] * 3
+        assert await second.core.add_lora_async(LoRARequest("poet", 1, "/adapters/poet")) is True
+        for worker in hub.cluster.workers.values():
+            assert [method for method, _ in worker.utilities] == ["add_lora"], "the same adapter is loaded once"
+        request = second.request()
+        request.lora_request = lists[2].lora_requests["poet"]
+        assert (await read(await second.add(request))).tokens[0] == generate(PROMPT, 5)
+        await hub.cluster.pool.adapters.unload("poet")
+        assert [models.lora_requests for models in lists] == [{}, {}, {}]
+
+
+async def test_an_api_server_that_comes_later_is_told_the_adapters(tmp_path: Path) -> None:
+    async with hub_of(tmp_path) as hub:
+        await hub.cluster.core.add_lora_async(LoRARequest("poet", 1, "/adapters/poet"))
+        remote = await hub.join(NAMES[0])
+        models = SimpleNamespace(lora_requests={})
+        remote.core.serve_adapters(models)
+        await until(lambda: "poet" in models.lora_requests)
+
+
+async def test_an_api_server_that_stands_still_does_not_hold_up_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "ADAPTERS_KNOWN_WITHIN_S", 0.05)
+    async with hub_of(tmp_path) as hub:
+        (await hub.join(NAMES[0])).freeze()
+        assert await hub.cluster.core.add_lora_async(LoRARequest("poet", 1, "/adapters/poet")) is True
+
+
+async def test_a_load_that_fails_is_told_to_the_api_server_that_asked(tmp_path: Path) -> None:
+    async with hub_of(tmp_path) as hub:
+        remote = await hub.join(NAMES[0])
+        hub.cluster["decode-0"].utility_error = "ValueError: rank 64"
+        with pytest.raises(GracefulHTTPError, match="poet was not loaded: worker decode-0: ValueError: rank 64"):
+            await remote.core.add_lora_async(LoRARequest("poet", 1, "/adapters/poet"))
 
 
 async def test_bad_frames_are_dropped_and_counted_and_a_damaged_request_fails(tmp_path: Path) -> None:
