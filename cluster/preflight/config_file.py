@@ -1,9 +1,9 @@
 """Reads the configuration from a YAML file and from overrides like `pools.decode.replicas=2`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -13,7 +13,9 @@ from cluster.config import ClusterConfig
 from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 
 # Fields whose values are never shown.
-_SECRETS = {"api_keys"}
+_SECRETS = {"admin_key", "api_key", "api_keys"}
+
+Tree = TypeVar("Tree", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -33,13 +35,25 @@ class _StrictLoader(yaml.SafeLoader):
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> ClusterConfig:
     """The configuration of a file (or the defaults) with overrides on top; raises `ConfigError`."""
-    tree = _read_tree(path) if path is not None else {}
+    return validated(ClusterConfig, overridden(read_tree(path) if path is not None else {}, overrides))
+
+
+def validated(kind: type[Tree], tree: Mapping[str, Any], at: str = "") -> Tree:
+    """The typed tree; raises `ConfigError`. `at` is the path of `tree` in its file, with a dot at the end."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        problems = _one_per_field([_problem(details, kind) for details in error.errors()])
+        raise ConfigError(
+            replace(problem, field=f"{at}{problem.field}".rstrip(".: ")) for problem in problems
+        ) from error
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree` with overrides like `field=value` put into it; raises `ConfigError`."""
     for override in overrides:
         _apply_override(tree, override)
-    try:
-        return ClusterConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_one_per_field([_problem(details) for details in error.errors()])) from error
+    return tree
 
 
 def _one_per_field(problems: Sequence[Problem]) -> list[Problem]:
@@ -52,7 +66,8 @@ def _one_per_field(problems: Sequence[Problem]) -> list[Problem]:
     return list(merged.values())
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """What a YAML file holds; raises `ConfigError` unless it is fields and values."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -121,10 +136,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _problem(details: ErrorDetails) -> Problem:
+def _problem(details: ErrorDetails, kind: type[BaseModel]) -> Problem:
     """A pydantic error as a sentence with the field's path and a remedy."""
     # Branches of a union appear in `loc` as names that are no fields ("constrained-int"); they are left out.
-    path, model = _field_path(details["loc"])
+    path, model = _field_path(details["loc"], kind)
     found = "a secret" if _SECRETS.intersection(details["loc"]) else repr(details["input"])
     context = details.get("ctx", {})
     match details["type"]:
@@ -145,11 +160,11 @@ def _problem(details: ErrorDetails) -> Problem:
     return Problem(path, f"found {found}; {_lower_first(details['msg'])}", "Correct the value")
 
 
-def _field_path(loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
+def _field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
     """The dotted path of an error and the model that its last field was looked up in."""
     names: list[str] = []
-    model: type[BaseModel] | None = ClusterConfig
-    inside: type[BaseModel] | None = ClusterConfig
+    model: type[BaseModel] | None = root
+    inside: type[BaseModel] | None = root
     by_name = False
     for part in loc:
         inside = model

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from cluster import embedded_model
 from cluster.config import ClusterConfig
+from cluster.models.models_file import Models, check_models, is_models_file, load_models
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine, detect_machine
@@ -26,6 +27,7 @@ from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.terminal.lab_commands import lab_app, plan_command
 from cluster.terminal.memory_table import memory_table
+from cluster.terminal.model_commands import model_app
 from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status
 from cluster.terminal.status_tables import status_tables
 from cluster.terminal.worker_commands import drain, restart, role, scale
@@ -34,6 +36,7 @@ from cluster.worker_plan import WorkerPlan
 # What these commands do lies in rooms that this one may not import; it is named here and loaded when it is needed
 # (docs/decisions.md).
 SERVE_ENTRY = "proxy.serve:run_serve"
+SERVE_MODELS_ENTRY = "proxy.models.serve:run_models"
 
 EXIT_CONFIG = 2
 
@@ -42,6 +45,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Work with configurations.")
 app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
 app.add_typer(lab_app, name="lab")
 app.command("plan")(plan_command)
 
@@ -62,11 +66,17 @@ def serve(
 ) -> None:
     """Start the workers and the API server, and serve until Ctrl-C.
 
-    More API server processes over the same workers: server.api_servers=4.
+    More API server processes over the same workers: server.api_servers=4. A file with the field `models` starts a
+    cluster per model behind one address.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("twinpool").setLevel(logging.INFO if verbose else logging.WARNING)
     config = _load(arguments, port)
+    if isinstance(config, Models):
+        if demo:
+            fail("--demo shows a chat with one cluster; leave it out with several models", EXIT_CONFIG)
+        run_models: Callable[..., int] = _load_entry(SERVE_MODELS_ENTRY)
+        sys.exit(run_models(config, verbose=verbose))
     run_serve: Callable[..., int] = _load_entry(SERVE_ENTRY)
     sys.exit(run_serve(config, demo=demo, verbose=verbose))
 
@@ -81,6 +91,9 @@ def config_check(arguments: Arguments = None) -> None:
     logging.getLogger("twinpool").setLevel(logging.INFO)  # what could not be checked
     config = _load(arguments, None)
     machine = detect_machine()
+    if isinstance(config, Models):
+        _check_models(config, machine)
+        return
     try:
         facts = _facts(config)
         plans = check_config(config, machine, facts)
@@ -122,8 +135,8 @@ def version() -> None:
             continue
 
 
-def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig:
-    """Splits the arguments into the file and the overrides, and reads both."""
+def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig | Models:
+    """Splits the arguments into the file and the overrides, and reads both. The file says which of the two it is."""
     files = [argument for argument in arguments or [] if "=" not in argument or Path(argument).is_file()]
     overrides = [argument for argument in arguments or [] if argument not in files]
     if len(files) > 1:
@@ -134,9 +147,22 @@ def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig:
     if port is not None:
         overrides.append(f"server.port={port}")
     try:
+        if files and is_models_file(Path(files[0])):
+            return load_models(Path(files[0]), overrides)
         return load_config(Path(files[0]) if files else None, overrides)
     except ConfigError as error:
         _refuse(error)
+
+
+def _check_models(models: Models, machine: Machine) -> None:
+    """Each model as if it were alone on this machine."""
+    try:
+        plans = check_models(models.specs, machine)
+    except ConfigError as error:
+        _refuse(error)
+    for spec in models.specs:
+        _console().print(f"\n{spec.name} ({spec.config.policy}, cost {spec.config.cost})", markup=False)
+        _console().print(_plan_table(plans[spec.name], machine))
 
 
 def _facts(config: ClusterConfig) -> ModelFacts | None:

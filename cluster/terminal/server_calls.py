@@ -3,7 +3,7 @@
 import sys
 import urllib.error
 import urllib.request
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -17,6 +17,8 @@ _TIMEOUT_S = 5.0
 Url = Annotated[str, typer.Option(help="Where the cluster serves.")]
 ApiKey = Annotated[str, typer.Option(envvar="TWINPOOL_API_KEY", help="If the cluster wants one.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 class CallFailed(Exception):
@@ -37,18 +39,22 @@ def give_order(
     url: str, api_key: str, path: str, order: DrainOrder | RoleOrder | RestartOrder | ScaleOrder
 ) -> Accepted:
     """What the cluster will do; raises `CallFailed`, also if it refuses. `path` begins with a slash."""
-    endpoint = f"{url.rstrip('/')}{path}"
-    body = _call(endpoint, api_key, "answer", msgspec.json.encode(order))
+    return call(f"{url.rstrip('/')}{path}", api_key, Accepted, "POST", msgspec.json.encode(order))
+
+
+def call(endpoint: str, api_key: str, answer: type[Answer], method: str = "GET", body: bytes | None = None) -> Answer:
+    """What an address answers, typed; raises `CallFailed`, also if it refuses."""
+    text = _call(endpoint, api_key, "answer", body, method)
     try:
-        return msgspec.json.decode(body, type=Accepted)
+        return msgspec.json.decode(text, type=answer)
     except msgspec.DecodeError as error:
         raise CallFailed(_nobody(endpoint, "answer", str(error))) from error
 
 
-def _call(endpoint: str, api_key: str, what: str, body: bytes | None) -> bytes:
+def _call(endpoint: str, api_key: str, what: str, body: bytes | None, method: str | None = None) -> bytes:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        request = urllib.request.Request(endpoint, body, headers)
+        request = urllib.request.Request(endpoint, body, headers, method=method)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             answer: bytes = response.read()
             return answer

@@ -1,0 +1,1 @@
+"""Several models behind one address: their configuration, and what is said about them over HTTP."""

@@ -1,0 +1,187 @@
+"""Reads the configuration of several models, and what it says about each one's cluster."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.models.config import ModelConfig, ModelsConfig
+from cluster.preflight.config_checks import check_config, vllm_option_problems
+from cluster.preflight.config_file import overridden, read_tree, validated
+from cluster.preflight.machine import Machine
+from cluster.preflight.model_facts import read_model_facts
+from cluster.preflight.problems import ConfigError, Problem
+from cluster.preflight.vllm_options import installed_vllm_options
+from cluster.worker_plan import WorkerPlan
+
+# The front sets the first and has the others itself.
+_OPTIONS_OF_THE_FRONT = ("uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be started."""
+
+    name: str
+    config: ModelConfig
+    tree: Mapping[str, Any]
+    """Its cluster as it was written, under the model's name."""
+    cluster: ClusterConfig
+    """The same, typed."""
+
+    @property
+    def aliases(self) -> list[str]:
+        """Further names under which its API server serves from the start: of classes, and of LoRA modules."""
+        names = [name for kind in self.cluster.slo.classes.values() for name in kind.models]
+        modules = self.cluster.server.options.get("lora_modules")
+        names += [str(module["name"]) for module in _mappings(modules) if "name" in module]
+        return [name for name in dict.fromkeys(names) if name != self.name]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The whole configuration."""
+
+    config: ModelsConfig
+    specs: tuple[ModelSpec, ...]
+
+
+def is_models_file(path: Path) -> bool:
+    """Whether a file is about several models; what is wrong with it otherwise is for its reader to say."""
+    try:
+        return "models" in read_tree(path)
+    except ConfigError:
+        return False
+
+
+def load_models(path: Path, overrides: Sequence[str] = ()) -> Models:
+    """The configuration of a file with overrides on top; raises `ConfigError`."""
+    config = validated(ModelsConfig, overridden(read_tree(path), overrides))
+    specs: list[ModelSpec] = []
+    problems: list[Problem] = []
+    for name, model in config.models.items():
+        try:
+            specs.append(read_model(name, model, path.parent))
+        except ConfigError as error:
+            problems += error.problems
+    problems += name_problems(specs)
+    if config.capacity is not None:
+        costs = {name: (model.policy == "pinned", model.cost) for name, model in config.models.items()}
+        problems += capacity_problems(costs, config.capacity)
+    if problems:
+        raise ConfigError(problems)
+    return Models(config, tuple(specs))
+
+
+def read_model(name: str, model: ModelConfig, base: Path) -> ModelSpec:
+    """One model with its cluster; a relative path starts at `base`. Raises `ConfigError`."""
+    at = f"models.{name}.cluster."
+    tree: dict[str, Any] = dict(model.cluster)
+    if model.config is not None:
+        file = base / Path(model.config).expanduser()
+        at = f"{file}: "
+        tree = read_tree(file)
+    tree["served_model_name"] = tree.get("served_model_name") or name
+    cluster = validated(ClusterConfig, tree, at)
+    problems = []
+    if cluster.served_model_name != name:
+        problems.append(
+            Problem(
+                f"{at}served_model_name",
+                f"found {cluster.served_model_name!r}, and the model is asked for as {name!r}",
+                "Remove it; for further names see slo.classes",
+            )
+        )
+    given = cluster.server.model_fields_set & {"host", "port"}
+    given |= {f"options.{option}" for option in _OPTIONS_OF_THE_FRONT if option in cluster.server.options}
+    problems += [
+        Problem(f"{at}server.{field}", "the model is reached through the address of all models", "Remove it")
+        for field in sorted(given)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return ModelSpec(name, model, tree, cluster)
+
+
+def name_problems(specs: Sequence[ModelSpec]) -> list[Problem]:
+    """Names that would mean two models."""
+    owners = {spec.name: spec.name for spec in specs}
+    problems = []
+    for spec in specs:
+        for alias in spec.aliases:
+            owner = owners.setdefault(alias, spec.name)
+            if owner != spec.name:
+                problems.append(
+                    Problem(
+                        f"models.{spec.name}",
+                        f"it is also served as {alias!r}, and so is {owner}",
+                        "Choose other names",
+                    )
+                )
+    return problems
+
+
+def capacity_problems(costs: Mapping[str, tuple[bool, int]], capacity: int) -> list[Problem]:
+    """Models that could never be up. `costs` says of each whether it is pinned, and its cost."""
+    pinned = sum(cost for is_pinned, cost in costs.values() if is_pinned)
+    if pinned > capacity:
+        what = f"found {capacity}, and the pinned models take {pinned}"
+        return [Problem("capacity", what, "Raise it, or pin fewer models")]
+    return [
+        Problem(
+            f"models.{name}.cost",
+            f"found {cost}; of capacity={capacity}, pinned models leave {capacity - pinned}",
+            "Raise capacity, or pin fewer models",
+        )
+        for name, (is_pinned, cost) in costs.items()
+        if not is_pinned and cost > capacity - pinned
+    ]
+
+
+def check_models(specs: Sequence[ModelSpec], machine: Machine) -> dict[str, list[WorkerPlan]]:
+    """The workers of each model, checked as if it were alone on this machine.
+
+    Raises `ConfigError` with every problem found.
+    """
+    plans: dict[str, list[WorkerPlan]] = {}
+    problems: list[Problem] = []
+    for spec in specs:
+        try:
+            facts = read_model_facts(spec.cluster.model) if spec.cluster.model is not None else None
+            here = _as_it_sees(machine, spec.config.env)
+            plans[spec.name] = check_config(_without_address(spec.cluster), here, facts)
+        except ConfigError as error:
+            problems += _below(spec.name, error.problems)
+    if problems:
+        raise ConfigError(problems)
+    return plans
+
+
+def check_options(spec: ModelSpec) -> None:
+    """Checks only what does not depend on what else runs on this machine; raises `ConfigError`."""
+    problems = vllm_option_problems(spec.cluster, installed_vllm_options())
+    if problems:
+        raise ConfigError(_below(spec.name, problems))
+
+
+def _as_it_sees(machine: Machine, env: Mapping[str, str]) -> Machine:
+    """The machine for processes with this environment."""
+    gpus = machine.gpus
+    if gpus and "CUDA_VISIBLE_DEVICES" in env:
+        gpus = tuple(name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip())
+    return replace(machine, environ={**machine.environ, **env}, gpus=gpus)
+
+
+def _without_address(cluster: ClusterConfig) -> ClusterConfig:
+    """It will listen on a private socket, so no port has to be free."""
+    options = {**cluster.server.options, "uds": "/private"}
+    return cluster.model_copy(update={"server": cluster.server.model_copy(update={"options": options})})
+
+
+def _below(name: str, problems: Sequence[Problem]) -> list[Problem]:
+    return [replace(problem, field=f"models.{name}.cluster.{problem.field}".rstrip(".")) for problem in problems]
+
+
+def _mappings(value: object) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []

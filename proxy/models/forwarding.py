@@ -1,0 +1,162 @@
+"""Passes one request on to a model's cluster, and its reply back, as they come.
+
+Nothing of a reply is kept: what the cluster sends is sent to the client at once, and a client that reads slowly slows
+the cluster down. When the client leaves, the connection to the cluster closes, which ends its request there. When the
+cluster breaks off, an event stream ends with an error event, and any other reply with a connection that breaks off.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from proxy.frontend.error_reply import send_error
+from proxy.frontend.status_line import Receive, Scope, Send
+
+log = logging.getLogger("twinpool.models")
+
+RETRY_AFTER = ((b"retry-after", b"1"),)
+_OF_A_CONNECTION = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
+    *("transfer-encoding", "upgrade", "expect"),
+}
+"""Headers that are for the next hop only. `expect` was answered when the body was read."""
+_EVENT_NAMED = ("/v1/responses", "/v1/messages")
+"""APIs whose streams name their events."""
+
+
+class BodyTooLarge(Exception):
+    """The body is longer than allowed."""
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a request that was passed on has ended."""
+
+    status: int
+    """Of the reply."""
+    broken: bool = False
+    """The cluster broke off in the middle of it."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body. Raises `BodyTooLarge`, before reading it if its length is given, or `ClientLeft`."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise BodyTooLarge
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLarge
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def until_client_leaves(receive: Receive) -> None:
+    """Returns when the connection is closed; to be called after the body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def pass_on(session: aiohttp.ClientSession, scope: Scope, path: str, body: bytes, send: Send) -> Ended:
+    """Sends a request to a cluster and its reply to the client.
+
+    `path` is percent-encoded, without the query. Returns when the reply has ended, in whatever way.
+    """
+    query = scope.get("query_string", b"").decode("latin-1")
+    url = URL(f"http://model{path}{'?' if query else ''}{query}", encoded=True)
+    method = str(scope["method"])
+    headers = _request_headers(scope["headers"])
+    try:
+        response = await session.request(method, url, headers=headers, data=body or None, allow_redirects=False)
+    except (aiohttp.ClientError, OSError) as error:
+        return await _no_reply(scope, send, error)
+    async with response:
+        await send({"type": "http.response.start", "status": response.status, "headers": _reply_headers(response)})
+        try:
+            last = b""
+            async for chunk in response.content.iter_any():
+                last = chunk
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("reply_broken_off path=%s error=%s", path, error or type(error).__name__)
+            if response.content_type == "text/event-stream":
+                event = _error_event(path, 502, "The model's cluster ended while it answered")
+                separator = b"" if not last or last.endswith(b"\n\n") else b"\n\n"
+                await send({"type": "http.response.body", "body": separator + event, "more_body": False})
+            # Without the last piece, the server closes the connection: the client sees that the reply is not complete.
+            return Ended(response.status, broken=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return Ended(response.status)
+
+
+async def _no_reply(scope: Scope, send: Send, error: BaseException) -> Ended:
+    """Nothing was sent yet, so the client gets an error of its own kind."""
+    log.warning("no_reply path=%s error=%s", scope.get("path"), error or type(error).__name__)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        await send_error(scope, send, 503, "The model's cluster does not accept requests", None, RETRY_AFTER)
+        return Ended(503, broken=True)
+    await send_error(scope, send, 502, "The model's cluster ended before it answered")
+    return Ended(502, broken=True)
+
+
+def _request_headers(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
+    """What goes on to the cluster; the length is that of the body, which is sent in one piece."""
+    given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
+    dropped = _dropped(given) | {"content-length"}
+    return CIMultiDict((name, value) for name, value in given if name not in dropped)
+
+
+def _reply_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in response.raw_headers]
+    dropped = _dropped(given)
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in given if name not in dropped]
+
+
+def _dropped(headers: Iterable[tuple[str, str]]) -> set[str]:
+    named = [value for name, value in headers if name == "connection"]
+    return _OF_A_CONNECTION | {token.strip().lower() for value in named for token in value.split(",")}
+
+
+def _error_event(path: str, status: int, message: str) -> bytes:
+    error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
+    if not path.endswith(_EVENT_NAMED):
+        return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+    event = {"type": "error", "code": str(status), "message": message, "param": None, "error": error}
+    return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
+async def carried_out(work: "asyncio.Task[None]", receive: Receive) -> bool:
+    """Waits for a request to be carried out, and ends it when its client leaves; False in that case.
+
+    Raises what `work` raises.
+    """
+    leaving = asyncio.create_task(until_client_leaves(receive), name="client")
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+            return True
+        return False
+    finally:
+        leaving.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait((work,))

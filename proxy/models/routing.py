@@ -1,0 +1,87 @@
+"""Says for which model a request is, and how its path reads there. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import msgspec
+
+from proxy.models.answers import Refused
+
+PREFIX = "/models/"
+"""`/models/NAME/...` is the path `...` of the model NAME, whatever the body says."""
+_OBSERVING_METHODS = ("GET", "HEAD", "OPTIONS")
+_OBSERVING_PATHS = ("/twinpool/", "/admin/")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a request goes."""
+
+    model: str
+    """Its name on the map."""
+    path: str
+    """As it is percent-encoded, without the query."""
+    observes: bool
+    """It looks at a model that is up, or orders something there, and is no reason to start or to keep it."""
+
+
+def is_order(method: str, path: str) -> bool:
+    """Whether it is for operators: about models, or about the workers of one. `path` is not percent-encoded."""
+    return "/admin/" in path or ("/twinpool/" in path and method not in _OBSERVING_METHODS)
+
+
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+def find_target(
+    method: str, raw_path: str, content_type: str, body: bytes, listed: Iterable[str], names: Mapping[str, str]
+) -> Target | Refused:
+    """Where a request goes, or why it goes nowhere.
+
+    Args:
+        method: of HTTP.
+        raw_path: percent-encoded, without the query.
+        content_type: empty if there is none.
+        body: the whole body.
+        listed: the models on the map.
+        names: every name that means one of them, also theirs.
+    """
+    listed = list(listed)
+    if raw_path.startswith(PREFIX):
+        return _of_prefix(method, raw_path, listed)
+    asked = _model_of(content_type, body)
+    if asked is not None:
+        name = names.get(asked)
+        return Refused.unknown(asked) if name is None else Target(name, raw_path, _observes(method, raw_path))
+    if len(listed) == 1:
+        return Target(listed[0], raw_path, _observes(method, raw_path))
+    text = (
+        f"it is not clear for which of {len(listed)} models {method} {raw_path[:200]} is; name it in the field "
+        f"`model` of a JSON body, or put {PREFIX}NAME before the path"
+    )
+    return Refused(400, "no_model_named", text)
+
+
+def _of_prefix(method: str, raw_path: str, listed: Iterable[str]) -> Target | Refused:
+    for name in sorted(listed, key=len, reverse=True):
+        for spelled in (name, quote(name, safe="")):
+            rest = raw_path.removeprefix(PREFIX + spelled)
+            if rest != raw_path and rest.startswith("/"):
+                return Target(name, rest, _observes(method, rest))
+    return Refused.unknown(raw_path.removeprefix(PREFIX))
+
+
+def _observes(method: str, path: str) -> bool:
+    return method in _OBSERVING_METHODS or path.startswith(_OBSERVING_PATHS)
+
+
+def _model_of(content_type: str, body: bytes) -> str | None:
+    """The field `model` of a JSON object; None if there is none, or this is something else."""
+    if not body or content_type.partition(";")[0].strip().lower() not in ("", "application/json"):
+        return None
+    try:
+        return msgspec.json.decode(body, type=_Asked).model
+    except msgspec.DecodeError:
+        return None
