@@ -3,13 +3,15 @@
 Relies on vLLM 0.32, checked by `tests/unit/proxy/adapters/test_vllm_adapters.py`: `OpenAIServingModels.lora_requests`,
 by name, is what requests are resolved with and `/v1/models` shows; `load_lora_adapter` and `resolve_lora` make a
 `LoRARequest`, await `engine_client.add_lora` with it, and put that same object into the list; `unload_lora_adapter`
-takes it out and tells no engine; `AsyncLLM.add_lora` passes the object on to the core client as it is.
+takes it out and tells no engine; `AsyncLLM.add_lora` passes the object on to the core client as it is. The API key
+guards paths that begin with `GUARDED_PREFIX`; the routes for SageMaker are not among them.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -17,6 +19,8 @@ from vllm.lora.request import LoRARequest
 
 from proxy.adapters.adapter import Adapter
 from proxy.workers.engine_calls import UtilityError
+
+UNGUARDED = "/adapters"
 
 
 def adapter_of(request: LoRARequest) -> Adapter:
@@ -46,6 +50,11 @@ def show(models: OpenAIServingModels, adapters: Iterable[Adapter]) -> None:
                 base_model_name=adapter.base_model_name,
                 is_3d_lora_weight=adapter.is_3d_lora_weight,
             )
+
+
+def drop_unguarded_routes(app: FastAPI) -> None:
+    """vLLM offers loading and unloading once more, where nobody is asked for the API key."""
+    app.router.routes[:] = [r for r in app.router.routes if not getattr(r, "path", "").startswith(UNGUARDED)]
 
 
 def unload_through(models: OpenAIServingModels, unload: Callable[[str], Awaitable[None]]) -> None:

@@ -15,9 +15,9 @@ from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
 from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
-PREFIXES = ("/twinpool/", "/adapters/")
+PREFIX = "/twinpool/"
 PATHS = frozenset({
-    "/health", "/ready", "/ping", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters",
+    "/health", "/ready", "/ping", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     SCALE_PATH,
 })  # fmt: skip
 MAX_BODY_BYTES = 1 << 20
@@ -82,7 +82,7 @@ Ask = Callable[[str, str, list[tuple[bytes, bytes]], bytes], Awaitable[messages.
 
 def is_control(path: str) -> bool:
     """Whether a request for this path concerns the cluster."""
-    return path in PATHS or path.startswith(PREFIXES)
+    return path in PATHS or path.startswith(PREFIX)
 
 
 async def _body(receive: Receive) -> bytes | None:

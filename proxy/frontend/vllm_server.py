@@ -35,6 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
+from proxy.adapters.vllm_adapters import drop_unguarded_routes
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.dispatch_settings import DispatchSettings
@@ -112,6 +113,9 @@ class VllmServer:
             raise ProxyStartError(str(error)) from error
         self._slo, self._liveness = SloRules(config.slo), config.liveness
         if self._seat is not None:
+            if self._seat.index:
+                # It is told the adapters; these may have been removed since the cluster was started.
+                self._args.lora_modules = None
             # No cache of images that engines are expected to mirror: each process would have its own.
             self._engine_args._api_process_count = self._seat.count
             self._engine_args._api_process_rank = self._seat.index
@@ -292,6 +296,7 @@ class VllmServer:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
+        drop_unguarded_routes(app)
         find_standings(app, self._slo)
         name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -107,6 +108,21 @@ def test_each_chunk_announces_the_blocks_computed_so_far(side: SchedulerSide, ca
     assert second.open_exports == []
     assert [(o.block_ids, o.num_tokens) for o in second.announcements] == [([11, 12, 13], 10)]
     assert [o.is_last for o in (*first.announcements, *second.announcements)] == [False, True]
+
+
+def test_the_adapter_is_part_of_what_both_sides_compare(side: SchedulerSide, cache: FakeKvCache) -> None:
+    poet, other = LoRARequest("poet", 7, "/adapters/poet"), LoRARequest("poet", 8, "/adapters/poet/.")
+    hashes = []
+    for index, (exported, imported) in enumerate([(None, None), (poet, poet), (other, other)]):
+        p, d = request(f"p{index}", [1, 2, 3], export_params()), request(f"d{index}", [1, 2, 3, 0], import_params(True))
+        p.lora_request, d.lora_request = exported, imported
+        cache.tables[p.request_id] = [1]
+        for made in (p, d):
+            side.on_new_request(made)
+        orders = side.build_orders(step(new={p.request_id: (0, 3)}))
+        hashes.append((orders.open_exports[0].prompt_hash, orders.open_imports[0].prompt_hash))
+    assert all(exported == imported for exported, imported in hashes)
+    assert len(set(hashes)) == 3
 
 
 def test_a_prefix_cached_on_the_prefill_worker_is_announced_with_the_first_chunk(

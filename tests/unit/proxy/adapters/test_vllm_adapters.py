@@ -7,10 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from fastapi import FastAPI
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.api_router import attach_router
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+from vllm.entrypoints.serve.sagemaker.api_router import sagemaker_standards_bootstrap
 from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
@@ -18,11 +22,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from proxy.adapters.adapter import Adapter
-from proxy.adapters.vllm_adapters import adapter_of
+from proxy.adapters.vllm_adapters import UNGUARDED, adapter_of, drop_unguarded_routes
+from proxy.api_servers.control import is_control
 from tests.unit.proxy.fake_worker import generate
 from tests.unit.proxy.mini_cluster import PROMPT, MiniCluster, failure, mini_cluster, read, until
 
 POET = Adapter("poet", "/adapters/poet")
+OFFERED = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
 
 def models_of(cluster: MiniCluster) -> OpenAIServingModels:
@@ -58,6 +64,17 @@ def test_the_argument_of_the_engine_call_is_what_vllm_makes_of_its_own_class() -
 
 def test_async_llm_passes_vllms_own_object_on() -> None:
     assert "self.engine_core.add_lora_async(lora_request)" in inspect.getsource(AsyncLLM.add_lora)
+
+
+def test_no_route_for_adapters_goes_past_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    app = FastAPI(openapi_url=None)
+    attach_router(app)
+    sagemaker_standards_bootstrap(app)
+    assert {route.path for route in app.routes} - OFFERED == {UNGUARDED, f"{UNGUARDED}/{{adapter_name}}"}
+    drop_unguarded_routes(app)
+    assert {route.path for route in app.routes} == OFFERED
+    assert all(path.startswith(GUARDED_PREFIX) and is_control(path) for path in OFFERED)
 
 
 async def test_vllms_endpoints_load_into_every_worker_and_requests_name_the_adapter_alike(tmp_path: Path) -> None:
