@@ -6,7 +6,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+
+from cluster.config_node import ConfigNode, one_or_many
+from cluster.security_config import SecurityConfig, one_address
 
 Role = Literal["prefill", "decode"]
 LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]
@@ -32,12 +35,6 @@ SHARED_ENGINE_OPTIONS = frozenset({
     "max_model_len", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "revision",
     "hf_overrides", "trust_remote_code", "generation_config", "max_logprobs", "enable_lora",
 })  # fmt: skip
-
-
-class ConfigNode(BaseModel):
-    """A part of the tree: unknown fields are errors, values cannot be changed later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class PoolConfig(ConfigNode):
@@ -109,6 +106,11 @@ class TransferConfig(ConfigNode):
         default="", description="Address ranks listen on (tcp). Empty: private ipc sockets, for workers on one host."
     )
 
+    @field_validator("bind_host")
+    @classmethod
+    def _ranks_can_be_called_there(cls, host: str) -> str:
+        return one_address(host)
+
     @model_validator(mode="after")
     def _leases_outlive_beats(self) -> "TransferConfig":
         if self.beat_s >= min(self.lease_first_s, self.lease_renew_s):
@@ -177,6 +179,11 @@ class ServerConfig(ConfigNode):
         le=64,
         description="Processes that accept requests, tokenize, and stream answers, all over the same workers.",
     )
+    open_to_all: bool = Field(
+        default=False,
+        description="Serve on an address that other machines reach although no API key is set: something in front of "
+        "it decides who may.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="vLLM's frontend flags by name, e.g. api_key, enable_auto_tool_choice."
     )
@@ -186,12 +193,6 @@ OverloadPolicy = Literal["queue", "demote", "reject"]
 
 DEFAULT_CLASS = "default"
 RESERVED_CLASSES = {DEFAULT_CLASS: "its targets are slo.ttft_s and slo.itl_s", "probe": "it is that of /ready"}
-
-
-def _one_or_many(value: object) -> object:
-    """As vLLM's `api_key` option: one text, or a list; YAML may have read a key of digits as a number."""
-    values = value if isinstance(value, list) else [value]
-    return [str(item) if type(item) in (int, float) else item for item in values]
 
 
 class SloClassConfig(ConfigNode):
@@ -205,10 +206,10 @@ class SloClassConfig(ConfigNode):
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Lower goes first, as in vLLM; a request's own `priority` is added."
     )
-    api_keys: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(_one_or_many)] = Field(
+    api_keys: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
         default_factory=list, description="Requests with one of these keys belong to the class, and no others may."
     )
-    models: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)] = Field(
+    models: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
         default_factory=list, description="Further names of the model; requests that use one belong to the class."
     )
 
@@ -352,6 +353,7 @@ class ClusterConfig(ConfigNode):
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="Moving KV blocks.")
     scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig, description="Placing requests.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="The API server.")
+    security: SecurityConfig = Field(default_factory=SecurityConfig, description="Who may connect to whom.")
     slo: SloConfig = Field(default_factory=SloConfig, description="Latency targets.")
     liveness: LivenessConfig = Field(default_factory=LivenessConfig, description="Noticing dead processes.")
     start_timeout_s: float = Field(default=600.0, gt=0, description="Start-up fails when a worker takes longer.")

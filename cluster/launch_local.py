@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 from cluster import watchdog
 from cluster.config import ClusterConfig
+from cluster.trust import cluster_key, proxy_address
 from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
 
@@ -93,11 +94,6 @@ def make_runtime_dir() -> Path:
     )
 
 
-def proxy_address(runtime_dir: Path) -> str:
-    """Where the proxy listens for the workers of this run."""
-    return f"ipc://{runtime_dir}/proxy"
-
-
 def worker_command(
     plan: WorkerPlan, config: ClusterConfig, model: str, runtime_dir: Path, base_env: Mapping[str, str]
 ) -> WorkerCommand:
@@ -105,7 +101,8 @@ def worker_command(
     settings = WorkerSettings(
         worker_id=plan.worker_id,
         role=plan.role,
-        proxy_address=proxy_address(runtime_dir),
+        proxy_address=proxy_address(runtime_dir, config.security),
+        key=cluster_key(config),
         runtime_dir=runtime_dir,
         model=model,
         engine=dict(plan.engine),

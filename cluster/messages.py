@@ -99,6 +99,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """By state, over all ranks: each of them holds a lease for every transfer."""
     tokens_computed: Size = 0
     """Of prompts and outputs, since the engine's start, also twice. While it grows the engine gets on."""
+    refused: dict[str, Size] = {}
+    """Connections that its ranks turned away, by reason (`kvtransfer.trust.door`)."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -148,3 +148,5 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     api_servers: list[ApiServerStatus] = []
     """Those besides the first one, if there are any."""
     adapters: list[AdapterStatus] = []
+    connections_refused: dict[str, dict[str, int]] = {}
+    """By who listened (`proxy`, or a worker's id) and reason (`kvtransfer.trust.door`)."""

@@ -37,6 +37,7 @@ from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.relay import CacheRelay
 from cluster.prefix_events.teller import CacheTeller
 from cluster.rank_channel import RankChannel
+from cluster.trust import call_with_key, write_key
 from cluster.vllm_engine import Engine, EngineLost, RequestUnreadable, cache_event_config, engine_config
 from cluster.worker_settings import WorkerSettings
 from kvtransfer.host_messages import (
@@ -156,6 +157,7 @@ class WorkerHost:
                 "this worker's log for what takes so long",
                 1,
             ) from error
+        call_with_key(self._proxy, self._settings.proxy_address, self._settings.key)
         self._proxy.connect(self._settings.proxy_address)
         tasks.create_task(self._send_to_proxy())
         tasks.create_task(self._read_proxy())
@@ -180,8 +182,10 @@ class WorkerHost:
         await self._ranks_complete.wait()
 
     def _connector_settings(self) -> dict[str, Any]:
+        key = self._settings.key
         return {
             "worker_id": self._settings.worker_id,
+            "key_file": str(write_key(self._settings.key_file, key)) if key is not None else "",
             "bind": self._settings.rank_bind,
             "report_to": self._settings.report_address,
             "chunk_order": self._settings.chunk_order,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import ChunkOrder, LivenessConfig, Role, TransferConfig
 from cluster.settings_document import read_document, write_document
+from cluster.trust import ClusterKey
 
 
 class WorkerSettingsError(Exception):
@@ -45,6 +46,9 @@ class WorkerSettings(BaseModel):
     prefix_events: bool = Field(default=True, description="Tell the proxy what the engine's prefix cache holds.")
     stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")
     drain_timeout_s: float = Field(default=120.0, gt=0, description="Time to finish everything after SIGTERM.")
+    key: ClusterKey | None = Field(
+        default=None, repr=False, description="The cluster's key, where anything listens on tcp."
+    )
 
     @property
     def rank_bind(self) -> str:
@@ -52,6 +56,11 @@ class WorkerSettings(BaseModel):
         if self.transfer.bind_host:
             return f"tcp://{self.transfer.bind_host}:0"
         return f"ipc://{self.runtime_dir}/{self.worker_id}-kv"
+
+    @property
+    def key_file(self) -> Path:
+        """Where this worker's ranks find the key. vLLM logs what it is told, so they are told this path."""
+        return self.runtime_dir / f"{self.worker_id}.key"
 
     @property
     def report_address(self) -> str:

@@ -73,6 +73,8 @@ class RankStats(msgspec.Struct, tag="rank_stats", frozen=True):
     """Per link, seconds these importers spent copying those bytes."""
     leases: dict[str, Size] = {}
     """Open exports by state, see `lease.LeaseState`."""
+    refused: dict[str, Size] = {}
+    """Connections turned away at the exporter's socket, by reason (`trust.door`)."""
 
 
 class PoolStats(msgspec.Struct, tag="pool_stats", frozen=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.config import ClusterConfig
+from cluster.trust import KeyFileError, cluster_key
 from proxy.api_servers.accept_loads import open_loads
 from proxy.api_servers.settings import ROLE as API_SERVER
 from proxy.api_servers.settings import api_server_names, hub_address, loads_path
@@ -98,12 +99,13 @@ async def run_api_server(
                     control.joined(name, API_SERVER)
 
             hub = _hub(config, runtime_dir, metrics, on_api_server, server.returns_routed_experts)
+        key = cluster_key(config)
         roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
         if control is None:
-            pool = WorkerPool(proxy_address, roster, config.liveness, metrics)
+            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, key=key)
         else:
             roster.restarts = config.restart != "never"
-            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, control.joined)
+            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, control.joined, key)
         times = RollingTimes(config.drain_timeout_s, config.start_timeout_s, config.stop_timeout_s)
         administration = Administration(pool, control, times)
         exits = asyncio.create_task(_watch_exits(worker_exits, pool, hub), name="worker-exits")
@@ -112,7 +114,7 @@ async def run_api_server(
             supervised = (exits, *pool.tasks, *(hub.tasks if hub is not None else ()))
             settings = dispatch_settings(config, server.on_gpu)
             await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop, hub)
-    except SocketAddressError as error:
+    except (SocketAddressError, KeyFileError) as error:
         raise ProxyStartError(str(error)) from error
     finally:
         if exits is not None:

@@ -126,6 +126,11 @@ class ProxyMetrics:
         self.worker_bad_frames = gauge(
             "worker_bad_frames", "Frames that a worker's host and ranks dropped since its start.", "worker"
         )
+        self.connections_refused = gauge(
+            "connections_refused",
+            "Connections that the ranks of a worker, or `proxy`, turned away since its start, by reason.",
+            "worker", "reason",
+        )  # fmt: skip
         self.prefixes = PrefixMetrics(registry)
         self.slo = SloMetrics(registry)
         self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
@@ -209,6 +214,12 @@ class ProxyMetrics:
         for metric in vars(self).values():
             if isinstance(metric, Counter | Gauge | Histogram):
                 forget_worker(metric, worker_id)
+
+    def observe_refused(self, refused: Mapping[str, Mapping[str, int]]) -> None:
+        """Connections that were turned away, by listener and reason."""
+        for listener, reasons in refused.items():
+            for reason, count in reasons.items():
+                self.connections_refused.labels(listener, reason).set(count)
 
     def observe_stages(self, ages_s: Sequence[tuple[str, float]]) -> None:
         """The stage of each request in the proxy, and for how long nothing has happened to it there."""

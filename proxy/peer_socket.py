@@ -7,7 +7,7 @@ silence, which bounds what can pile up for it.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.frames import BadFrame, reader
+from cluster.trust import ClusterKey, Door, is_network
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -44,6 +45,7 @@ class PeerSocket(Generic[Received]):
         with_frames: type[Any],
         on_message: Callable[[bytes, Received, Sequence[zmq.Frame]], None],
         on_bad_frame: Callable[[str], None],
+        key: ClusterKey | None = None,
     ) -> None:
         """Binds; raises `SocketAddressError`.
 
@@ -54,7 +56,13 @@ class PeerSocket(Generic[Received]):
             with_frames: the message that further frames may follow.
             on_message: gets the sender's identity, the message, and the frames that follow it.
             on_bad_frame: gets the reason why something was dropped.
+            key: what peers must hold; needed where `address` is tcp.
         """
+        if is_network(address) and key is None:
+            raise SocketAddressError(
+                f"the proxy would listen for {peers} at {address} without a key, so that anybody could take their "
+                "place; give security.key_file, or leave security.workers_host empty"
+            )
         self._on_message = on_message
         self._on_bad_frame = on_bad_frame
         self._with_frames = with_frames
@@ -62,6 +70,7 @@ class PeerSocket(Generic[Received]):
         self._read_frame = reader(decoder, MAX_CONTROL_BYTES)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._door = Door(self._context, self._socket, key if is_network(address) else None)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -74,18 +83,26 @@ class PeerSocket(Generic[Received]):
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
+            self._door.close()
             self._socket.close()
             self._context.term()
             raise SocketAddressError(
                 f"the proxy cannot listen for {peers} at {address}: {error.strerror}; choose another address"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._reader = asyncio.create_task(self._read(), name=f"socket of {peers}")
+        self._tasks = [asyncio.create_task(self._read(), name=f"socket of {peers}")]
+        if self._door.sockets:
+            self._tasks.append(asyncio.create_task(self._attend_door(), name=f"door of {peers}"))
 
     @property
-    def reader(self) -> "asyncio.Task[None]":
-        """The receiving task; it ends only through `close` or by a fault, which the owner must notice."""
-        return self._reader
+    def tasks(self) -> tuple["asyncio.Task[None]", ...]:
+        """They end only through `close` or by a fault, which the owner must notice. The first one receives."""
+        return tuple(self._tasks)
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """Connections that were turned away, by reason."""
+        return self._door.refused
 
     def send(self, identity: bytes, message: Any, extra: Sequence[Frame] = ()) -> bool:
         """Queues a message; False if no such peer is connected."""
@@ -101,6 +118,14 @@ class PeerSocket(Generic[Received]):
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             self._take(frames)
+
+    async def _attend_door(self) -> None:
+        poller = zmq.asyncio.Poller()
+        for socket in self._door.sockets:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            await poller.poll()
+            self._door.attend()
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         if len(frames) < 2:
@@ -118,6 +143,8 @@ class PeerSocket(Generic[Received]):
 
     def close(self, linger_ms: int = 0) -> None:
         """Stops at once; messages that are not delivered within `linger_ms` are dropped."""
-        self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
+        self._door.close()
         self._socket.close(linger=linger_ms)
         self._context.term()

@@ -24,7 +24,6 @@ from cluster.launch_local import (
     WorkerCommand,
     WorkerExit,
     make_runtime_dir,
-    proxy_address,
     remove_runtime_dir,
     worker_command,
 )
@@ -36,6 +35,7 @@ from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
+from cluster.trust import KeyFileError, proxy_address, with_trust
 from cluster.worker_plan import WorkerPlan, WorkerPlanner
 from proxy.api_servers.settings import api_server_commands, metrics_dir
 from proxy.listening import ListenError, listening_socket
@@ -158,6 +158,10 @@ class _Cluster:
         self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
     ) -> None:
         self._runtime_dir = directory = make_runtime_dir()
+        try:
+            self._config = with_trust(self._config, directory)
+        except (KeyFileError, OSError) as error:
+            raise ServeError(f"the sockets for workers cannot be made safe: {error}") from error
         self._fleet.recruit_with(self._recruiter(machine, model, facts))
         if self._config.simulation.enabled:
             commands = simulated_commands(plans, self._config, model, facts, directory, machine.environ)
@@ -219,7 +223,7 @@ class _Cluster:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics_dir(self._runtime_dir))
         from proxy.api_server import run_api_server
 
-        address = proxy_address(self._runtime_dir)
+        address = proxy_address(self._runtime_dir, self._config.security)
         await run_api_server(
             *(self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready),
             *(listening, self._fleet, self._runtime_dir),

@@ -35,6 +35,7 @@ from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName
 from cluster.simulated.transfers.desk import TransferDesk
 from cluster.simulated.transfers.peer_exchange import PeerExchange
 from cluster.simulated.utilities import answer_utility
+from cluster.trust import call_with_key
 
 log = logging.getLogger("twinpool.simulated")
 
@@ -139,6 +140,7 @@ class SimulatedWorker:
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         await asyncio.sleep(self._settings.simulation.start_s / self._settings.simulation.time_scale)
+        call_with_key(self._proxy, self._settings.proxy_address, self._settings.key)
         self._proxy.connect(self._settings.proxy_address)
         for part in (self._send_to_proxy, self._read_proxy, self._beat, self._compute):
             tasks.create_task(part())

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cluster.config import ClusterConfig, Role
-from cluster.launch_local import WorkerCommand, proxy_address
+from cluster.launch_local import WorkerCommand
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem
 from cluster.seats import ROLES
@@ -18,6 +18,7 @@ from cluster.simulated.settings import (
     read_simulated_settings,
     write_simulated_settings,
 )
+from cluster.trust import cluster_key, proxy_address
 from cluster.worker_plan import WorkerPlan
 
 _MODULE = "cluster.simulated"
@@ -99,7 +100,8 @@ def simulated_commands(
         settings = SimulatedSettings(
             name=name,
             workers=[SimulatedWorkerName(worker_id=plan.worker_id, role=plan.role) for plan in together],
-            proxy_address=proxy_address(runtime_dir),
+            proxy_address=proxy_address(runtime_dir, config.security),
+            key=cluster_key(config),
             runtime_dir=runtime_dir,
             model=model,
             max_model_len=_max_model_len(config, facts),

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import LivenessConfig, Role, SimulationConfig, TransferConfig
 from cluster.settings_document import read_document, write_document
+from cluster.trust import ClusterKey
 from cluster.worker_settings import WorkerSettingsError
 
 
@@ -36,6 +37,7 @@ class SimulatedSettings(BaseModel):
 
     prefix_events: bool = Field(description="Tell the proxy what the prefix caches hold.")
     drain_timeout_s: float = Field(gt=0, description="After SIGTERM what is not finished by then is aborted.")
+    key: ClusterKey | None = Field(default=None, repr=False, description="The cluster's key, if the proxy wants it.")
 
     @property
     def peer_bind(self) -> str:

@@ -93,6 +93,9 @@ def _remarks(status: ClusterStatus) -> list[Text]:
             Text(f"{worker_id} gets no requests with adapter {adapter.name}: {why}", style="yellow")
             for worker_id, why in adapter.lacking.items()
         ]
+    for listener, reasons in status.connections_refused.items():
+        told = ", ".join(f"{count} x {reason}" for reason, count in reasons.items())
+        remarks.append(Text(f"{listener} turned connections away: {told}", style="yellow"))
     remarks += [
         Text(f"{pair.prefill} and {pair.decode} are not paired: {', '.join(pair.differing_fields)}", style="yellow")
         for pair in status.refused_pairs

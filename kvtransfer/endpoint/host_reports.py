@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 
 import zmq
 
@@ -58,7 +59,7 @@ class HostReports:
             os.getpid(),
         )
         self._reported: RankStats | None = None
-        self.current = self._count(0)
+        self.current = self._count(0, {})
         """What `RankEndpoint.stats` tells."""
         self._next_stats_s = 0.0
         if settings.report_to:
@@ -96,9 +97,9 @@ class HostReports:
         """The host has not yet heard the current counts."""
         return self.socket is not None and self.current != self._reported
 
-    def refresh(self, now_s: float, bad_frames: int) -> None:
-        """Count again; report what changed, but not too often."""
-        self.current = self._count(bad_frames)
+    def refresh(self, now_s: float, bad_frames: int, refused: Mapping[str, int]) -> None:
+        """Count again; report what changed, but not too often. `refused`: connections, by reason."""
+        self.current = self._count(bad_frames, refused)
         if self.is_due and now_s >= self._next_stats_s:
             self._next_stats_s = now_s + _STATS_EVERY_S
             self._reported = self.current
@@ -132,7 +133,7 @@ class HostReports:
         if self.socket:
             self.socket.close(linger_ms)
 
-    def _count(self, bad_frames: int) -> RankStats:
+    def _count(self, bad_frames: int, refused: Mapping[str, int]) -> RankStats:
         importer, exporter = self._importer, self._exporter
         return RankStats(
             self._settings.rank,
@@ -146,6 +147,7 @@ class HostReports:
             dict(exporter.bytes_out),
             dict(exporter.copy_out_s),
             exporter.leases(),
+            dict(refused),
         )
 
     def _send(self, message: FromRank) -> None:

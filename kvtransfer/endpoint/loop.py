@@ -9,6 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import zmq
 
@@ -29,6 +30,7 @@ from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import BlockMemory, HostMemory, keep_freed_messages
 from kvtransfer.messages import Blocks, Fetch
+from kvtransfer.trust.key import read_key
 from kvtransfer.verification.check_thread import CheckThread
 
 log = logging.getLogger("twinpool.kvtransfer")
@@ -80,7 +82,8 @@ class EndpointLoop:
         self._on_closed = on_closed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._router, self.address = bind_exporter(self._context, settings)
+            self._key = read_key(Path(settings.key_file)) if settings.key_file else None
+            self._router, self.address, self._door = bind_exporter(self._context, settings, self._key)
             self._reports = HostReports(
                 self._context, settings, cache, identity, self.address, self.exporter, self.importer
             )
@@ -98,8 +101,8 @@ class EndpointLoop:
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self.wakeup.fd, zmq.POLLIN)
-        if self._reports.socket:
-            self._poller.register(self._reports.socket, zmq.POLLIN)
+        for socket in (*self._door.sockets, *filter(None, [self._reports.socket])):
+            self._poller.register(socket, zmq.POLLIN)
         self._next_sweep_s = 0.0
         self._is_stale = False  # something happened since the last refresh of the statistics
         self._stop_by_s: float | None = None
@@ -133,13 +136,15 @@ class EndpointLoop:
                 self._is_stale |= bool(events)
                 self.wakeup.clear()
                 self._run_commands(now_s)
+                if any(socket in events for socket in self._door.sockets):
+                    self._door.attend()
                 self._receive(events, now_s)
                 self._collect_copies(now_s)
                 if now_s >= self._next_sweep_s:
                     self._next_sweep_s = now_s + _SWEEP_S
                     self.exporter.sweep(now_s)
                     self.importer.sweep(now_s)
-                    self._reports.refresh(now_s, self.bad_frames)
+                    self._reports.refresh(now_s, self.bad_frames, self._door.refused)
                     self._is_stale = False
                 self.importer.pump(now_s)
                 self._flush()
@@ -312,7 +317,7 @@ class EndpointLoop:
         if key in self._peers:
             return self._peers[key]
         try:
-            peer = PeerSocket(self._context, key.address, self._settings, self._largest_payload)
+            peer = PeerSocket(self._context, key.address, self._settings, self._largest_payload, self._key)
         except zmq.ZMQError as error:
             self.importer.exporter_lost(key, f"cannot connect: {error.strerror}")
             self.wakeup.set()  # what that decided goes out in the next turn
@@ -350,5 +355,6 @@ class EndpointLoop:
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._reports.close(linger_ms)
+        self._door.close()
         self._router.close(linger_ms)
         self._context.term()

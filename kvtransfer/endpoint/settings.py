@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvtransfer.layout import CacheLayout
 from kvtransfer.links.negotiation import LINKS
+from kvtransfer.trust.door import is_loopback, is_network
 from kvtransfer.verification.block_checks import VERIFY_MODES
 
 MAX_FETCH_BYTES = 64 << 20
@@ -52,6 +53,9 @@ class EndpointSettings:
     max_communicators: int = 8
     """NCCL communicators, as exporter and again as importer; each takes 50 to 100 MB of GPU memory and two buffers."""
 
+    key_file: str = ""
+    """Of the cluster's key (`trust.key`), which both ends of every tcp connection must hold. Empty: no key, and then
+    only a loopback address or ipc may be bound."""
     verify: str = "off"
     """One of `VERIFY_MODES`: which copied blocks are compared with the exporter's before they count. Of an importer;
     exporters answer in any case."""
@@ -68,6 +72,11 @@ class EndpointSettings:
             raise ValueError(f"verify is {self.verify!r}: choose one of {list(VERIFY_MODES)}.")
         if self.bind.startswith("ipc://") and len(self.bind) > len("ipc://") + 100:
             raise ValueError(f"bind is {self.bind!r}: the path of an ipc socket has at most 100 characters.")
+        if is_network(self.bind) and not self.key_file and not is_loopback(self.bind):
+            raise ValueError(
+                f"bind is {self.bind!r} and key_file is empty: anybody who reaches that address could read and disturb "
+                "KV blocks. Give the path of a key file that both servers have, or bind to tcp://127.0.0.1:0."
+            )
         if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:
             raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 4 MiB.")
         if self.max_communicators < 1:

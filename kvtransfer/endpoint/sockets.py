@@ -8,6 +8,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvtransfer.endpoint.frames import MAX_CONTROL_BYTES
 from kvtransfer.endpoint.settings import EndpointSettings
+from kvtransfer.trust.door import Door, call_with_key, is_network
+from kvtransfer.trust.key import ClusterKey
 
 _MESSAGES_PER_TURN = 64
 """Per socket, so that a busy one does not starve the others."""
@@ -52,32 +54,42 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, settings: En
     return socket
 
 
-def bind_exporter(context: zmq.Context[zmq.Socket[bytes]], settings: EndpointSettings) -> tuple[zmq.Socket[bytes], str]:
-    """The ROUTER that importers connect to, and its address. Raises OSError naming the address."""
+def bind_exporter(
+    context: zmq.Context[zmq.Socket[bytes]], settings: EndpointSettings, key: ClusterKey | None
+) -> tuple[zmq.Socket[bytes], str, Door]:
+    """The ROUTER that importers connect to, its address, and its door. Raises OSError naming the address."""
     socket = open_socket(context, zmq.ROUTER, settings)
     socket.set(zmq.MAXMSGSIZE, 2 * MAX_CONTROL_BYTES)
+    door = Door(context, socket, key if is_network(settings.bind) else None)
     bind = f"{settings.bind}-{settings.rank}" if settings.bind.startswith("ipc://") else settings.bind
     try:
         socket.bind(bind)
     except zmq.ZMQError as error:
+        door.close()
         socket.close()
         raise OSError(
             error.errno,
             f"rank {settings.rank} cannot bind its exporter to {bind}: {error.strerror}. "
             "Choose a free port or a directory that exists and is writable.",
         ) from error
-    return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    return socket, socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), door
 
 
 class PeerSocket:
     """The DEALER to one exporter, and the monitor that tells when its connection is gone. Raises zmq.ZMQError."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, settings: EndpointSettings, max_bytes: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        settings: EndpointSettings,
+        max_bytes: int,
+        key: ClusterKey | None,
     ) -> None:
         self.socket = open_socket(context, zmq.DEALER, settings)
         self.socket.set(zmq.MAXMSGSIZE, 2 * max(max_bytes, MAX_CONTROL_BYTES))
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        call_with_key(self.socket, address, key)
         try:
             self.socket.connect(address)
         except zmq.ZMQError:

@@ -98,7 +98,7 @@ class ApiServerHub:
     @property
     def tasks(self) -> tuple["asyncio.Task[None]", ...]:
         """The tasks that must not end while the proxy serves."""
-        return (self._socket.reader, self._beats)
+        return (*self._socket.tasks, self._beats)
 
     def open(
         self, dispatcher: Dispatcher, pool: WorkerPool, facts: EngineFacts, num_engines: int, stop: asyncio.Event

@@ -56,6 +56,7 @@ def report(
         rolling_restart=administration.rolling,
         api_servers=list(api_servers),
         adapters=pool.adapters.statuses(),
+        connections_refused=pool.refused,
     )
 
 

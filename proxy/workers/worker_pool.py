@@ -11,6 +11,7 @@ import zmq
 
 from cluster import messages
 from cluster.config import LivenessConfig
+from cluster.trust import ClusterKey
 from proxy.adapters.registry import AdapterRegistry
 from proxy.metrics import ProxyMetrics
 from proxy.prefixes.prefix_feed import PrefixFeed
@@ -45,8 +46,11 @@ class WorkerPool:
         liveness: LivenessConfig,
         metrics: ProxyMetrics,
         on_join: Callable[[str, str], None] = lambda _worker_id, _role: None,
+        key: ClusterKey | None = None,
     ) -> None:
-        """`on_join` hears the id and the role of whoever joins, also of one that took another role."""
+        """`on_join` hears the id and the role of whoever joins, also of one that took another role. `key` is the
+        cluster's, which workers must hold where `address` is tcp.
+        """
         self.epoch = uuid.uuid4().hex
         self.roster = roster
         self.prefixes = PrefixFeed(metrics.prefixes)
@@ -59,7 +63,7 @@ class WorkerPool:
         self.adapters = AdapterRegistry(roster, self._calls, self._adapters_in_use, self._pool_changed)
         self._orders: dict[str, messages.Drain] = {}
         """To draining workers, until each has heard of it."""
-        self._socket = WorkerSocket(address, self._take, self._bad_frame)
+        self._socket = WorkerSocket(address, self._take, self._bad_frame, key)
         self._beats = asyncio.create_task(self._beat_for_ever(), name="worker-beats")
         self.address = self._socket.address
 
@@ -70,7 +74,14 @@ class WorkerPool:
     @property
     def tasks(self) -> tuple["asyncio.Task[None]", ...]:
         """The tasks that must not end while the proxy serves."""
-        return (self._socket.reader, self._beats)
+        return (*self._socket.tasks, self._beats)
+
+    @property
+    def refused(self) -> dict[str, dict[str, int]]:
+        """Connections that were turned away, by who listened (`proxy`, or a worker's id) and reason."""
+        loads = {worker.worker_id: worker.load for worker in self.roster.workers.values()}
+        counts = {worker_id: dict(load.refused) for worker_id, load in loads.items() if load and load.refused}
+        return {**({"proxy": dict(self._socket.refused)} if self._socket.refused else {}), **counts}
 
     def supported_tasks(self) -> tuple[str, ...]:
         """What every living worker supports, in the order of the first."""
@@ -274,6 +285,7 @@ class WorkerPool:
                 self._lost(loss)
             self._follow_drains()
             self.adapters.beat()
+            self._metrics.observe_refused(self.refused)
             if self._listener is not None:
                 self._listener.on_beat(now_s)
 

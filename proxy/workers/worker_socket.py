@@ -6,6 +6,7 @@ import msgspec
 import zmq
 
 from cluster import messages
+from cluster.trust import ClusterKey
 from proxy.peer_socket import Frame, PeerSocket, SocketAddressError
 
 __all__ = ["Frame", "SocketAddressError", "WorkerSocket"]
@@ -19,6 +20,7 @@ class WorkerSocket(PeerSocket[messages.FromWorker]):
         address: str,
         on_message: Callable[[bytes, messages.FromWorker, Sequence[zmq.Frame]], None],
         on_bad_frame: Callable[[str], None],
+        key: ClusterKey | None = None,
     ) -> None:
         decoder = msgspec.msgpack.Decoder[messages.FromWorker](messages.FromWorker)
-        super().__init__(address, "workers", decoder, messages.Outputs, on_message, on_bad_frame)
+        super().__init__(address, "workers", decoder, messages.Outputs, on_message, on_bad_frame, key)

@@ -21,6 +21,7 @@ KVTRANSFER_TYPES = (
     "kvtransfer.host_messages",
     "kvtransfer.messages",
     "kvtransfer.resharding.pairing",
+    "kvtransfer.trust",
     "kvtransfer.wire",
 )
 FORBIDDEN_MODULE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}

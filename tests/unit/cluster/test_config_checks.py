@@ -66,7 +66,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def test_an_address_of_another_machine_is_named() -> None:
-    problem = problem_of("server.host=203.0.113.9")
+    problem = problem_of("server.host=203.0.113.9", "server.options.api_key=k")
     assert problem.field == "server.host"
 
 

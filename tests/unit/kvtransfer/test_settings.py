@@ -11,6 +11,8 @@ from kvtransfer.endpoint.settings import EndpointSettings
         ({"links": ()}, "name one or more of"),
         ({"links": ("zmq", "pigeon")}, "pigeon"),
         ({"bind": "ipc:///" + "x" * 100}, "at most 100 characters"),
+        ({"bind": "tcp://10.0.0.1:0"}, "key_file is empty"),
+        ({"bind": "tcp://*:0"}, "key_file is empty"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
         ({"chunk_bytes": (64 << 20) + 1}, "choose 1 to 67108864"),
         ({"fetch_window": 0}, "fetch_window is 0"),

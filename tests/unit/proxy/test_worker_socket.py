@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 
 from cluster import messages
+from cluster.trust import new_key
 from proxy.workers.worker_socket import SocketAddressError, WorkerSocket
 from tests.unit.proxy.mini_cluster import until
 
@@ -24,7 +25,7 @@ async def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_port_of_its_own_choice_is_told() -> None:
-    socket = WorkerSocket("tcp://127.0.0.1:*", ignore, ignore)
+    socket = WorkerSocket("tcp://127.0.0.1:*", ignore, ignore, new_key())
     assert not socket.address.endswith("*")
     socket.close()
 
@@ -70,7 +71,7 @@ async def test_a_message_that_breaks_its_receiver_does_not_end_the_reader_silent
     dealer.connect(socket.address)
     await dealer.send_multipart([msgspec.msgpack.encode(messages.PrefillStarted("x"))])
     with pytest.raises(RuntimeError, match="a fault in the proxy"):
-        await asyncio.wait_for(asyncio.shield(socket.reader), 2)
+        await asyncio.wait_for(asyncio.shield(socket.tasks[0]), 2)
     dealer.close()
     socket.close()
     context.term()
