@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import Receive, Scope, Send
+from proxy.frontend.status_line import Message, Receive, Scope, Send
 
 log = logging.getLogger("twinpool.models")
 
@@ -143,16 +143,29 @@ def _error_event(path: str, status: int, message: str) -> bytes:
     return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
 
 
-async def carried_out(work: "asyncio.Task[None]", receive: Receive) -> bool:
-    """Waits for a request to be carried out, and ends it when its client leaves; False in that case.
+class Sending:
+    """Passes messages to the client, and knows when the reply is complete."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_over = False
+
+    async def __call__(self, message: Message) -> None:
+        self.is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await self._send(message)
+
+
+async def carried_out(work: "asyncio.Task[None]", receive: Receive, sending: Sending) -> bool:
+    """Waits for a request to be carried out, and ends it when its client leaves before the end; False in that case.
 
     Raises what `work` raises.
     """
     leaving = asyncio.create_task(until_client_leaves(receive), name="client")
     try:
         await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
+        # The server says that the client has left also when the reply is complete.
+        if work.done() or sending.is_over:
+            await work
             return True
         return False
     finally:

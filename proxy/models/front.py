@@ -20,7 +20,7 @@ from proxy.frontend.error_reply import send_error
 from proxy.frontend.status_line import RETRY_AFTER_LIMIT_S, Receive, Scope, Send
 from proxy.models.administration import Administration
 from proxy.models.answers import Refused
-from proxy.models.forwarding import BodyTooLarge, ClientLeft, Ended, carried_out, pass_on, read_body
+from proxy.models.forwarding import BodyTooLarge, ClientLeft, Ended, Sending, carried_out, pass_on, read_body
 from proxy.models.keeper import Keeper, RequestRefused
 from proxy.models.metrics import FrontMetrics
 from proxy.models.routing import Target, find_target, is_order
@@ -103,8 +103,9 @@ class Front:
         if isinstance(target, Refused):
             await self._refuse(scope, send, "", target)
             return
-        work = asyncio.create_task(self._carry_out(target, scope, body, send), name=f"request to {target.model}")
-        if not await carried_out(work, receive):
+        sending = Sending(send)
+        work = asyncio.create_task(self._carry_out(target, scope, body, sending), name=f"request to {target.model}")
+        if not await carried_out(work, receive, sending):
             self._metrics.abandoned.labels(target.model).inc()
 
     async def _target(self, scope: Scope, body: bytes) -> Target | Refused:

@@ -186,6 +186,9 @@ class Keeper:
 
     def up(self, name: str, took_s: float) -> None:
         """A model serves."""
+        resident = self._residency.find(name)
+        if resident is None or resident.state is not State.STARTING:
+            return  # it was told to stop meanwhile
         self._metrics.start_seconds.labels(name).observe(took_s)
         self._residency.came_up(name, self._loop.time())
         self._say(f"{name} is up after {took_s:.1f} s")

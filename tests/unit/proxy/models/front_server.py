@@ -112,6 +112,14 @@ class Running:
             lines = (await response.text()).splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"twinpool_front_{name} ")), 0.0)
 
+    async def until_metric(self, name: str, value: float) -> None:
+        """Returns when a sample has this value; what is counted is counted when a reply is complete."""
+
+        async def has_it() -> bool:
+            return await self.metric(name) == value
+
+        await until(has_it)
+
     async def running(self, name: str) -> int:
         return next((model.running for model in self.keeper.status().models if model.name == name), 0)
 

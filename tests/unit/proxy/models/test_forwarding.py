@@ -60,7 +60,7 @@ async def test_the_reply_is_the_models_own(tmp_path: Path) -> None:
         assert (response.headers["Retry-After"], response.headers["X-Request-Id"]) == ("17", "r-2")
         assert await response.read() == b'{"error": {"code": 429}}'
         assert len(response.headers.getall("Date")) == 1
-        assert await running.metric('requests_total{model="alpha",status="429"}') == 1
+        await running.until_metric('requests_total{model="alpha",status="429"}', 1)
 
 
 async def test_events_reach_the_client_one_by_one(tmp_path: Path) -> None:
@@ -100,11 +100,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_model(tmp_path: Path
             await response.content.readuntil(b"\n\n")
             response.close()
         await asyncio.wait_for(ended.wait(), 30)
-
-        async def counted() -> bool:
-            return await running.metric('requests_abandoned_total{model="alpha"}') == 1
-
-        await until(counted)
+        await running.until_metric('requests_abandoned_total{model="alpha"}', 1)
         assert await running.running("alpha") == 0
 
 
@@ -123,7 +119,7 @@ async def test_a_stream_whose_model_dies_ends_with_an_error_event(tmp_path: Path
         running.http.post("/v1/completions", **asks("alpha")) as response,
     ):
         events = (await response.read()).split(b"\n\n")
-        assert await running.metric('requests_broken_total{model="alpha"}') == 1
+        await running.until_metric('requests_broken_total{model="alpha"}', 1)
     assert events[-1] == b""
     error = json.loads(events[-2].removeprefix(b"data: "))["error"]
     assert (error["code"], error["type"]) == (502, "Bad Gateway")
@@ -197,7 +193,7 @@ async def test_a_large_body_passes_and_a_larger_one_is_refused_unread(tmp_path: 
         for data in (io.BytesIO(b"x" * (1 << 21)), pieces()):
             async with running.http.post("/v1/completions", data=data) as response:
                 assert response.status == 413
-        assert await running.metric('requests_rejected_total{model="",reason="body_too_large"}') == 2
+        await running.until_metric('requests_rejected_total{model="",reason="body_too_large"}', 2)
 
 
 async def test_a_client_that_leaves_while_its_model_starts_does_not_wait_any_more(tmp_path: Path) -> None:

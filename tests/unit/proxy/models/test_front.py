@@ -34,7 +34,7 @@ async def test_with_room_for_one_the_other_makes_room(tmp_path: Path) -> None:
             assert (await ask(running, name))[1]["model"] == name
         assert running.models.started == ["alpha", "beta", "alpha"]
         assert running.models.stopped == ["alpha", "beta"]
-        assert await running.metric('stops_total{model="alpha",reason="evicted"}') == 1
+        await running.until_metric('stops_total{model="alpha",reason="evicted"}', 1)
 
 
 async def test_a_busy_model_keeps_its_place_and_the_other_client_is_told(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_a_busy_model_keeps_its_place_and_the_other_client_is_told(tmp_pat
             assert response.status == 503
             assert int(response.headers["Retry-After"]) >= 1
             assert "in use" in (await response.json())["error"]["message"]
-        assert await running.metric('requests_rejected_total{model="beta",reason="no_room"}') == 1
+        await running.until_metric('requests_rejected_total{model="beta",reason="no_room"}', 1)
         release.set()
         assert await busy == (200, {"model": "alpha"})
         assert running.models.stopped == []
@@ -136,7 +136,7 @@ async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
                 async with running.http.post(path, data=b"{}", headers=headers) as response:
                     assert response.status == 401
         assert running.models.started == []
-        assert await running.metric('requests_rejected_total{model="",reason="unauthorized"}') == 12
+        await running.until_metric('requests_rejected_total{model="",reason="unauthorized"}', 12)
         for key, path, status in (
             *(("open", "/v1/models", 200), ("master", "/v1/models", 200)),
             *(("open", "/admin/models", 401), ("master", "/admin/models", 200)),

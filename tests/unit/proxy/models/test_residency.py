@@ -378,6 +378,17 @@ def test_who_waited_before_a_model_was_removed_is_still_served() -> None:
     assert residency.step(21.0).orders == (Stop("a", "removed"),)
 
 
+def test_one_that_comes_up_when_it_was_told_to_stop_still_stops() -> None:
+    residency = models(a="pinned")
+    residency.step(0.0)
+    residency.remove("a", 1.0, within_s=100.0)
+    assert residency.step(1.0).orders == (Stop("a", "removed"),)
+    residency.came_up("a", 2.0)
+    assert state(residency, "a") is State.STOPPING
+    residency.ended("a", 3.0)
+    assert residency.find("a") is None
+
+
 @pytest.mark.parametrize("policy", ["on_demand", "pinned"])
 def test_a_model_that_is_down_is_removed_at_once(policy: str) -> None:
     residency = models(a=policy)

@@ -157,6 +157,7 @@ def test_no_order_of_events_breaks_a_promise(terms: list[Terms], happenings: lis
             world.running.pop(ticket)
             residency.leave(ticket, world.now_s)
     assert world.waiting == {}
+    assert residency._owners == {}, "nothing is remembered of requests that have ended"
     assert all(resident.state in (State.UP, State.DOWN) for resident in residency)
     assert all(name in world.up_since_s for name in PINNED)
     assert residency.step(world.now_s).orders == ()
