@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, field_validator, model_validator
 
-from cluster.config import ConfigNode
+from cluster.config_node import ConfigNode, one_or_many
 
 Policy = Literal["pinned", "on_demand", "scale_to_zero"]
 OnStarting = Literal["wait", "reject"]
@@ -16,12 +16,6 @@ OnStarting = Literal["wait", "reject"]
 # A slash separates parts, as in names of the Hugging Face hub; none is empty, so that a name can stand in a path.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*)*$"
 ModelName = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=128)]
-
-
-def _one_or_many(value: object) -> object:
-    """One text or a list; YAML may have read a key of digits as a number."""
-    values = value if isinstance(value, list) else [value]
-    return [str(item) if type(item) in (int, float) else item for item in values]
 
 
 class ModelConfig(ConfigNode):
@@ -72,14 +66,19 @@ class FrontConfig(ConfigNode):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port to listen on.")
-    api_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(_one_or_many)] = Field(
+    api_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
         default_factory=list,
         description="Keys of which every request needs one. Empty: VLLM_API_KEY, or none.",
     )
-    admin_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(_one_or_many)] = Field(
+    admin_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
         default_factory=list,
         description="Keys for orders: /admin, where models are added with whatever options and environment, and orders "
         "about workers. They are good for everything else too. Empty: those of api_key.",
+    )
+    open_to_all: bool = Field(
+        default=False,
+        description="Serve on an address that other machines reach although no key is set: something in front of it "
+        "decides who may.",
     )
     ssl_certfile: str | None = Field(default=None, description="Certificate, to serve https.")
     ssl_keyfile: str | None = Field(default=None, description="Its key.")

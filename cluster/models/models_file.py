@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.models.config import ModelConfig, ModelsConfig
+from cluster.models.config import FrontConfig, ModelConfig, ModelsConfig
 from cluster.preflight.config_checks import check_config, vllm_option_problems
 from cluster.preflight.config_file import overridden, read_tree, validated
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import read_model_facts
 from cluster.preflight.problems import ConfigError, Problem
+from cluster.preflight.security_checks import API_KEY_VARIABLE, is_of_this_machine
 from cluster.preflight.vllm_options import installed_vllm_options
 from cluster.worker_plan import WorkerPlan
 
@@ -137,6 +138,24 @@ def capacity_problems(costs: Mapping[str, tuple[bool, int]], capacity: int) -> l
         for name, (is_pinned, cost) in costs.items()
         if not is_pinned and cost > capacity - pinned
     ]
+
+
+def check_access(server: FrontConfig, environ: Mapping[str, str]) -> None:
+    """Refuses, with `ConfigError`, a front that others could use and order about without a key."""
+    has_key = server.api_key or environ.get(API_KEY_VARIABLE)
+    if has_key or server.open_to_all or is_of_this_machine(server.host):
+        return
+    raise ConfigError(
+        [
+            Problem(
+                "server.api_key",
+                f"server.host={server.host} can be reached from other machines and no API key is set, so anybody "
+                "there could send requests, and start processes by adding models",
+                "Set server.api_key and server.admin_key, or server.host=127.0.0.1, or, where something in front of it "
+                "asks for keys, server.open_to_all=true",
+            )
+        ]
+    )
 
 
 def check_models(specs: Sequence[ModelSpec], machine: Machine) -> dict[str, list[WorkerPlan]]:

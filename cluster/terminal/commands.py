@@ -19,7 +19,7 @@ from rich.table import Table
 
 from cluster import embedded_model
 from cluster.config import ClusterConfig
-from cluster.models.models_file import Models, check_models, is_models_file, load_models
+from cluster.models.models_file import Models, check_access, check_models, is_models_file, load_models
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine, detect_machine
@@ -157,6 +157,7 @@ def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig | Mode
 def _check_models(models: Models, machine: Machine) -> None:
     """Each model as if it were alone on this machine."""
     try:
+        check_access(models.config.server, machine.environ)
         plans = check_models(models.specs, machine)
     except ConfigError as error:
         _refuse(error)

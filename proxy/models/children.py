@@ -18,6 +18,7 @@ import yaml
 from cluster import watchdog
 from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit
 from cluster.models.models_file import ModelSpec
+from cluster.preflight.security_checks import API_KEY_VARIABLE
 
 log = logging.getLogger("twinpool.models")
 
@@ -212,7 +213,7 @@ class Children:
         path = self._runtime_dir / f"{child.socket.stem}.yaml"
         path.touch(mode=0o600)
         path.write_text(yaml.safe_dump(tree))
-        env = {name: value for name, value in self._environ.items() if name != "VLLM_API_KEY"}
+        env = {name: value for name, value in self._environ.items() if name != API_KEY_VARIABLE}
         env |= child.spec.config.env
         env["XDG_RUNTIME_DIR"] = str(self._runtime_dir)
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(_THEIR_IDLE_CONNECTION_S)

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp
 from cluster.config import ServerConfig
 from cluster.launch_local import LaunchError, make_runtime_dir, remove_runtime_dir
 from cluster.models.config import FrontConfig
-from cluster.models.models_file import Models, check_models
+from cluster.models.models_file import Models, check_access, check_models
 from cluster.preflight.machine import detect_machine
 from cluster.preflight.problems import ConfigError
+from cluster.preflight.security_checks import API_KEY_VARIABLE
 from cluster.terminal.interruption import Interruption
 from proxy.listening import ListenError, listening_socket
 from proxy.models.children import Children
@@ -76,6 +77,7 @@ class _FrontRun:
         """Returns the exit code; every process is gone then."""
         try:
             machine = detect_machine()
+            check_access(self._config.server, machine.environ)
             check_models(self._specs, machine)
             listening = listening_socket(ServerConfig(host=self._config.server.host, port=self._config.server.port))
             runtime_dir = make_runtime_dir()
@@ -157,7 +159,7 @@ class _FrontRun:
 def _keys(server: FrontConfig) -> tuple[list[str], list[str]]:
     """Keys for everything but `/admin`, and those for `/admin`. vLLM's variable counts where no key is given."""
     api = [key.get_secret_value() for key in server.api_key] or [
-        key for key in [os.environ.get("VLLM_API_KEY", "")] if key
+        key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key
     ]
     admin = [key.get_secret_value() for key in server.admin_key]
     return ([*api, *admin] if api else []), (admin or api)

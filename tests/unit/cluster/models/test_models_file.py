@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.models.models_file import Models, check_models, is_models_file, load_models
+from cluster.models.models_file import Models, check_access, check_models, is_models_file, load_models
 from cluster.preflight.machine import Machine
 from cluster.preflight.problems import ConfigError
 
@@ -107,6 +107,26 @@ def test_a_name_can_stand_in_a_path(tmp_path: Path, name: str) -> None:
 
 def test_keys_are_never_shown(tmp_path: Path) -> None:
     assert "sesame" not in "".join(problems(tmp_path, "models: {}\nserver: {api_key: [[sesame]], admin_key: ''}"))
+
+
+@pytest.mark.parametrize(
+    ("server", "environ", "may"),
+    [
+        ("{}", {}, True),
+        ("{host: 0.0.0.0}", {}, False),
+        ("{host: 0.0.0.0, admin_key: k}", {}, False),
+        ("{host: 0.0.0.0, api_key: k}", {}, True),
+        ("{host: 0.0.0.0}", {"VLLM_API_KEY": "k"}, True),
+        ("{host: 0.0.0.0, open_to_all: true}", {}, True),
+    ],
+)
+def test_others_need_a_key(tmp_path: Path, server: str, environ: dict[str, str], may: bool) -> None:
+    config = load(tmp_path, f"models: {{}}\nserver: {server}").config
+    if may:
+        check_access(config.server, environ)
+    else:
+        with pytest.raises(ConfigError, match="can be reached from other machines"):
+            check_access(config.server, environ)
 
 
 def test_every_model_is_checked_as_if_it_were_alone(tmp_path: Path) -> None:
