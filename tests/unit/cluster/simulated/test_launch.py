@@ -88,10 +88,15 @@ def test_workers_share_processes_as_many_as_are_asked_for(tmp_path: Path) -> Non
 def test_answers_are_made_of_the_tokenizers_words(tmp_path: Path) -> None:
     assert len(word_tokens(tmp_path)) > 100
     vocabulary = {"Ġthe": 5, "Ġcat": 9, "Ġx": 6, "dog": 7, "ĠCat": 8, "<eos>": 2}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert word_tokens(tmp_path) == (5, 9)
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["▁the", -1.0], ["x", -2.0]]}}))
-    assert word_tokens(tmp_path) == (0,)
+    assert word_tokens(_tokenizer(tmp_path / "words", vocabulary)) == (5, 9)
+    assert word_tokens(_tokenizer(tmp_path / "pieces", [["▁the", -1.0], ["x", -2.0]])) == (0,)
+
+
+def _tokenizer(directory: Path, vocabulary: object) -> Path:
+    """A model's directory; what is in one is read once."""
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return directory
 
 
 def test_a_worker_that_took_another_role_is_started_again_in_it(tmp_path: Path) -> None:
