@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 
+from cluster.autoscale_config import AutoscaleConfig
 from cluster.config_node import ConfigNode, one_or_many
 from cluster.security_config import SecurityConfig, one_address
 
@@ -361,6 +362,9 @@ class ClusterConfig(ConfigNode):
     drain_timeout_s: float = Field(
         default=120.0, gt=0, description="A draining worker aborts what it has not finished by then."
     )
+    autoscale: AutoscaleConfig = Field(
+        default_factory=AutoscaleConfig, description="Numbers of workers that follow the load."
+    )
     restart: Literal["on_failure", "never", "always"] = Field(
         default="on_failure",
         description="When a worker's process is started again: after a failure, never, or also after a SIGTERM.",
@@ -387,6 +391,17 @@ class ClusterConfig(ConfigNode):
                 )
         elif self.simulation != SimulationConfig():
             raise ValueError("simulation is given and the engines are real; set engine=simulated, or remove simulation")
+        return self
+
+    @model_validator(mode="after")
+    def _pools_begin_within_their_bounds(self) -> "ClusterConfig":
+        for role in ("prefill", "decode") if self.autoscale.enabled else ():
+            bounds, replicas = getattr(self.autoscale, role), getattr(self.pools, role).replicas
+            if not bounds.min <= replicas <= (bounds.max or replicas):
+                raise ValueError(
+                    f"pools.{role}.replicas={replicas} is not between autoscale.{role}.min={bounds.min} and "
+                    f"autoscale.{role}.max={bounds.max}; begin with a number that is"
+                )
         return self
 
     @model_validator(mode="after")

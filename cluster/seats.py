@@ -59,6 +59,10 @@ class Seats:
         for number in self._taken.pop(worker_id, []):
             insort(self._free, number)
 
+    def count_for(self, pools: Sequence[PoolConfig]) -> int | None:
+        """Devices that are dealt to these pools; None if those of one of them are not."""
+        return None if any(self._operator_decides(pool) for pool in pools) else len(self._units)
+
     def _operator_decides(self, pool: PoolConfig) -> bool:
         if self._machine.on_cpu:
             return BIND in pool.env or bool(self._machine.environ.get(BIND))
@@ -70,7 +74,8 @@ class Seats:
             return (
                 f"no cores are free for another {role} worker: it needs {needed} of the {len(self._units)} shares into "
                 f"which this machine's cores were divided when the cluster started, and {len(self._free)} are left; "
-                f"{holders} have the others. Remove a worker first"
+                f"{holders} have the others. Remove a worker first, or start the cluster with a larger "
+                f"autoscale.{role}.max, which keeps cores for workers to come"
             )
         return (
             f"no GPUs are free for another {role} worker: it needs {needed}, this machine has {len(self._units)} and "

@@ -128,6 +128,17 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     """Living workers that get no requests with it, and why."""
 
 
+class AutoscaleStatus(msgspec.Struct, frozen=True):
+    """What the autoscaler thinks."""
+
+    want: dict[str, int] = {}
+    """Workers by pool; empty before its first look."""
+    last_reason: str = ""
+    """Why it changed a pool last."""
+    warnings: list[str] = []
+    """What more workers cannot help, or what stands against more."""
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """The whole answer."""
 
@@ -147,6 +158,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The last one of this run."""
     api_servers: list[ApiServerStatus] = []
     """Those besides the first one, if there are any."""
+    autoscale: AutoscaleStatus | None = None
+    """None: nobody scales but the operator."""
     adapters: list[AdapterStatus] = []
     connections_refused: dict[str, dict[str, int]] = {}
     """By who listened (`proxy`, or a worker's id) and reason (`kvtransfer.trust.door`)."""

@@ -47,9 +47,8 @@ class WorkerPlanner:
 
     def __init__(self, config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> None:
         self._config, self._machine, self._model = config, machine, model
-        pools = [config.pools.of(role) for role in ROLES]
-        num_workers = sum(pool.replicas for pool in pools)
-        num_ranks = sum(pool.replicas * pool.tensor_parallel for pool in pools)
+        num_workers = sum(_most(config, role) for role in ROLES)
+        num_ranks = sum(_most(config, role) * config.pools.of(role).tensor_parallel for role in ROLES)
         others_bytes = (config.server.api_servers - 1) * _API_SERVER_BYTES
         self._kv_bytes = _default_kv_bytes(machine, num_ranks, num_workers, model, others_bytes)
         self._seats = Seats(machine, _split_cores(machine, num_ranks) if machine.on_cpu else [])
@@ -83,6 +82,11 @@ class WorkerPlanner:
             niceness=pool.niceness if self._machine.on_cpu else 0,
         )
 
+    @property
+    def devices(self) -> int | None:
+        """GPUs, or shares of the cores, of all workers there may be; None where the operator deals them."""
+        return self._seats.count_for([self._config.pools.of(role) for role in ROLES])
+
     def left(self, worker_id: str) -> None:
         """Nothing is left of a worker; what it computed on may be dealt again."""
         self._seats.give_back(worker_id)
@@ -91,6 +95,12 @@ class WorkerPlanner:
 def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:
     """The workers that a cluster starts with on this machine; see `WorkerPlanner.first`."""
     return WorkerPlanner(config, machine, model).first()
+
+
+def _most(config: ClusterConfig, role: Role) -> int:
+    """Workers of a pool for which a machine's cores and memory are divided."""
+    bounds = config.autoscale.prefill if role == "prefill" else config.autoscale.decode
+    return max(config.pools.of(role).replicas, bounds.max or 0)
 
 
 def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, kv_bytes: int) -> dict[str, Any]:

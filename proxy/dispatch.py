@@ -95,6 +95,9 @@ class Dispatcher:
         self._placing = Placing(
             settings.policy, pool.prefixes.index, pool.roster, pool.adapters.holdings, self._decided
         )
+        self.scheduler = self._placing.scheduler
+        self.meter = self.witness.meter
+        self.witness.prompt_alone_s = self.scheduler.books.pools.average.prefill_s
         pool.listen(self)
         self._placing.look_at_workers()
 

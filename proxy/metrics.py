@@ -117,6 +117,7 @@ class ProxyMetrics:
             "1e9 bytes per second of copying, a rank's mean, between the last two reports of a worker that moved any.",
             "worker", "link", "direction",
         )  # fmt: skip
+        self.workers_wanted = gauge("workers_wanted", "Workers that the autoscaler wants, by role.", "role")
         self.worker_tokens_computed = gauge(
             "worker_tokens_computed", "Prompt and output tokens that a worker computed since its start.", "worker"
         )

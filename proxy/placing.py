@@ -32,6 +32,11 @@ class Placing:
         self._changed = False
         self._settling = False
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """To be read by the autoscaler."""
+        return self._scheduler
+
     # ------------------------------------------------------------------------------------------------- requests
 
     def queue(self, trip: Trip) -> None:

@@ -148,6 +148,11 @@ class Fleet:
         else:
             self._start_in(worker_id, 0.0)
 
+    @property
+    def devices(self) -> int | None:
+        """GPUs, or shares of the cores, for all workers together; None: nobody counts them here."""
+        return self._recruiter.planner.devices if self._recruiter is not None else None
+
     def hire(self, role: Role, count: int) -> list[str]:
         """Starts so many more workers of a pool, or none; their ids. Raises `NothingFree`, with a sentence."""
         if self._recruiter is None:

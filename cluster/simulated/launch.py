@@ -42,6 +42,11 @@ class SimulatedPlanner:
         self._next[role] += 1
         return WorkerPlan(worker_id=worker_id, role=role, engine={}, env={}, cores=(), simulated=True)
 
+    @property
+    def devices(self) -> int | None:
+        """There are none to run out of."""
+        return None
+
     def left(self, worker_id: str) -> None:
         """Nothing to take back."""
 

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.messages import LEAVE
-from cluster.status import ApiServerStatus, ClusterStatus, WorkerStatus
+from cluster.status import ApiServerStatus, AutoscaleStatus, ClusterStatus, WorkerStatus
 from cluster.terminal.demo import describe
 
 _STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
@@ -18,6 +18,8 @@ def status_tables(status: ClusterStatus) -> RenderableType:
     parts: list[RenderableType] = [head, *_simulated(status), _workers(status), *_remarks(status), _links(status)]
     if status.classes:
         parts.append(_classes(status))
+    if status.autoscale is not None:
+        parts += _autoscale(status.autoscale)
     if status.api_servers:
         parts.append(Text(f"Further API servers: {'; '.join(map(_api_server, status.api_servers))}"))
     outcomes = [f"{count} {name}" for name, count in status.transfers.items()]
@@ -35,6 +37,14 @@ def _simulated(status: ClusterStatus) -> list[Text]:
         return []
     which = "All workers are" if count == len(status.workers) else f"{count} of {len(status.workers)} workers are"
     return [Text(f"{which} SIMULATED: no engine runs, times come from a cost model, answers mean nothing", "yellow")]
+
+
+def _autoscale(autoscale: AutoscaleStatus) -> list[Text]:
+    """How many workers it wants, why it changed that last, and what more workers cannot help."""
+    want = ", ".join(f"{count} {role}" for role, count in autoscale.want.items()) or "nothing yet"
+    last = f"; last change: {autoscale.last_reason}" if autoscale.last_reason else ""
+    warnings = [Text(f"Autoscaler: {warning}", style="yellow") for warning in autoscale.warnings]
+    return [Text(f"Autoscaler wants {want}{last}"), *warnings]
 
 
 def _api_server(server: ApiServerStatus) -> str:

@@ -10,6 +10,7 @@ from lab.load.plan import Session
 from lab.load.work import WorkClass
 from lab.simulator.costs import Costs, StepTimes
 from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request, record_of
+from proxy.scaling.meter import Meter
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote
 from proxy.scheduling.prompt_hashes import PromptHashes
 from proxy.scheduling.scheduler import Scheduler
@@ -102,11 +103,14 @@ class SimulatedCluster:
         self._open: dict[str, Request] = {}
         self._all: list[Request] = []
         self._decode_tokens = 0
+        self.meter = Meter()
+        self._draining: set[str] = set()
+        """Workers that get nothing new."""
         self.continued = 0
         for index in range(num_prefill):
-            self._start(f"prefill-{index}")
+            self._start(f"prefill-{index}", "prefill")
         for index in range(num_decode):
-            self._start(f"decode-{index}")
+            self._start(f"decode-{index}", "decode")
         self._tell_pools()
 
     def run(self, sessions: Iterable[Session], incidents: Sequence[Incident] = (), until_s: float = 1e9) -> Outcome:
@@ -116,6 +120,7 @@ class SimulatedCluster:
         self._env.process(self._beat(sessions[-1].start_s if sessions else 0.0))
         for incident in incidents:
             self._env.process(self._happen(incident))
+        self._begin()
         self._env.run(until=until_s)
         for request in list(self._open.values()):
             self._end(request, 0, "cut off")
@@ -131,6 +136,9 @@ class SimulatedCluster:
             mean_batch=self._decode_tokens / steps if steps else 0.0,
             continued=self.continued,
         )
+
+    def _begin(self) -> None:
+        """For what else is to happen in a run."""
 
     def fits(self, num_tokens: int) -> bool:
         """A request of so many tokens has room at a worker of either kind."""
@@ -176,7 +184,7 @@ class SimulatedCluster:
     def _happen(self, incident: Incident) -> simpy.events.ProcessGenerator:
         yield self._env.timeout(incident.at_s)
         if incident.comes:
-            self._start(incident.worker_id)
+            self._start(incident.worker_id, "prefill" if incident.worker_id.startswith("prefill") else "decode")
             self._tell_pools()
         else:
             self._die(incident.worker_id)
@@ -243,12 +251,19 @@ class SimulatedCluster:
         if request.block_ids:
             self._caches.store(request.prefill, request.block_ids, request.block_tokens)
         request.token(self._env.now)
+        self._began(request)
         self._scheduler.complete(request.request_id, self._env.now)
         if request.finished:
             self._end(request, 200, "")
         else:
             self._env.process(self._hand_over(request, last_chunk_tokens))
+        self._finish_draining()
         self._settle()
+
+    def _began(self, request: Request) -> None:
+        if len(request.gaps_s) == 0 and request.ttft_s is not None:
+            alone_s = self._scheduler.books.pools.average.prefill_s(request.shape.num_prompt_tokens)
+            self.meter.first_token(request.ttft_s, request.shape.standing.slo.ttft_s, alone_s)
 
     def _hand_over(self, request: Request, num_tokens: int) -> simpy.events.ProcessGenerator:
         place = request.places
@@ -260,39 +275,66 @@ class SimulatedCluster:
     def _decoded(self, request: Request, worker: DecodeWorker) -> None:
         self._decode_tokens += 1
         if request.sent_tokens == 1:
+            self._began(request)
             self._scheduler.complete(request.request_id, self._env.now)
             self._settle()
         if request.finished:
-            self._scheduler.observe_step(worker.worker_id, self._env.now, goes_on=False)
             self._end(request, 200, "")
+            self._finish_draining()
             self._settle()
+
+    def _stepped(self, worker: DecodeWorker, goes_on: bool) -> None:
+        self._scheduler.observe_step(worker.worker_id, self._env.now, goes_on=goes_on)
 
     def _end(self, request: Request, status: int, error: str) -> None:
         request.status, request.error = status, error
         self._open.pop(request.request_id, None)
         self._scheduler.remove(request.request_id, self._env.now, None if error else request.output_tokens)
         request.last_s = self._env.now
+        if error:
+            self.meter.turned_away()
+        else:
+            slo = request.shape.standing.slo
+            self.meter.stream(uneven=100 * sum(gap > slo.itl_s for gap in request.gaps_s) > len(request.gaps_s))
+
+    def _finish_draining(self) -> None:
+        for worker_id in [worker_id for worker_id in self._draining if not self._carries(worker_id)]:
+            self._draining.discard(worker_id)
+            worker = self._prefill.pop(worker_id, None) or self._decode.pop(worker_id)
+            self._gone.append(worker)
+            self._caches.forget(worker_id)
+            self._drained(worker_id)
+
+    def _drained(self, worker_id: str) -> None:
+        """It has finished what it had, and is gone."""
+
+    def _carries(self, worker_id: str) -> int:
+        """Requests that a worker still has something to do for."""
+        if worker_id in self._prefill:
+            return self._prefill[worker_id].num_jobs
+        return sum(request.decode == worker_id for request in self._open.values())
 
     # ------------------------------------------------------------------------------------------------- workers
 
-    def _start(self, worker_id: str) -> None:
-        if worker_id.startswith("prefill"):
+    def _start(self, worker_id: str, role: Role) -> None:
+        if role == "prefill":
             self._prefill[worker_id] = PrefillWorker(
                 self._env, worker_id, self._steps["prefill"], self._rules.chunk_tokens, self._prefilled
             )
         else:
             self._decode[worker_id] = DecodeWorker(
-                self._env, worker_id, self._steps["decode"], self._rules.local_chunk_tokens, self._decoded
-            )
+                self._env, worker_id, self._steps["decode"], self._rules.local_chunk_tokens, self._decoded,
+                self._stepped,
+            )  # fmt: skip
 
     def _facts(self, worker_id: str) -> WorkerFacts:
-        role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+        role: Role = "prefill" if worker_id in self._prefill else "decode"
         steps = self._steps[role]
         return WorkerFacts(
             worker_id=worker_id,
             role=role,
             epoch=str(id(self._prefill.get(worker_id) or self._decode.get(worker_id))),
-            index=int(worker_id.rpartition("-")[2]),
+            index=int(worker_id.rpartition("-")[2]) * 2 + worker_id.startswith("decode"),
             fingerprint="simulated",
             max_model_len=self._costs.max_model_len,
             block_size=_BLOCK_TOKENS,
@@ -302,5 +344,6 @@ class SimulatedCluster:
         )
 
     def _tell_pools(self) -> None:
-        facts = [self._facts(worker_id) for worker_id in (*self._prefill, *self._decode)]
+        serving = (worker_id for worker_id in (*self._prefill, *self._decode) if worker_id not in self._draining)
+        facts = [self._facts(worker_id) for worker_id in serving]
         self._scheduler.observe_pools(facts, frozenset(), self._env.now)

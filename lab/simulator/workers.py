@@ -140,6 +140,10 @@ class PrefillWorker:
         """It goes on elsewhere."""
         self._jobs = [job for job in self._jobs if job.request is not request]
 
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
     def drop_all(self) -> None:
         """The worker dies."""
         self._jobs = []
@@ -174,7 +178,9 @@ class DecodeWorker:
         steps: StepTimes,
         local_chunk_tokens: int,
         on_token: Callable[[Request, "DecodeWorker"], None],
+        on_step: Callable[["DecodeWorker", bool], None] = lambda _worker, _goes_on: None,
     ) -> None:
+        """`on_step(worker, some of its sequences had a token in the step before)`."""
         self.worker_id = worker_id
         self.steps = steps
         self.busy_s = 0.0
@@ -182,9 +188,11 @@ class DecodeWorker:
         self._env = env
         self._local_chunk = local_chunk_tokens
         self._on_token = on_token
+        self._on_step = on_step
         self._active: list[Request] = []
         self._local: deque[_Job] = deque()
         self._context_tokens = 0
+        self._stepped_before = False
         self._wake = env.event()
         self.process = env.process(self._run())
 
@@ -228,6 +236,7 @@ class DecodeWorker:
     def _run(self) -> simpy.events.ProcessGenerator:
         while True:
             if not self._active and not self._local:
+                self._stepped_before = False
                 self._wake = self._env.event()
                 yield self._wake
                 continue
@@ -242,6 +251,9 @@ class DecodeWorker:
             for request in stepped:
                 if not request.finished and request.decode == self.worker_id:
                     self._token(request)
+            if stepped:
+                self._on_step(self, self._stepped_before)
+            self._stepped_before = bool(stepped)
             for job, part in chunks:
                 job.tokens_left -= part
                 job.already += part

@@ -54,6 +54,7 @@ def report(
             for slo, outcomes in sorted(dispatcher.outcomes.items(), key=lambda item: item[0].name)
         ],
         rolling_restart=administration.rolling,
+        autoscale=administration.steering.status if administration.steering is not None else None,
         api_servers=list(api_servers),
         adapters=pool.adapters.statuses(),
         connections_refused=pool.refused,

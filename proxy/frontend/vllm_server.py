@@ -39,8 +39,6 @@ from proxy.adapters.vllm_adapters import drop_unguarded_routes
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.dispatch_settings import DispatchSettings
-from proxy.frontend.front_end_metrics import FrontEndMetrics
-from proxy.frontend.key_guard import ask_for_key
 from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.request_standing import find_standings
 from proxy.frontend.status_line import App
@@ -54,6 +52,7 @@ from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics
 from proxy.slo.rules import SloRules
 from proxy.workers.administration import Administration
+from proxy.workers.steering import Steering, scaling_rules
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
@@ -102,7 +101,6 @@ class VllmServer:
             listening.close()
             raise
         self._llm: AsyncLLM | None = None
-        self._metrics = FrontEndMetrics()
 
     def _configure(self, config: ClusterConfig, model_path: str) -> None:
         if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
@@ -115,6 +113,7 @@ class VllmServer:
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
         self._slo, self._liveness = SloRules(config.slo), config.liveness
+        self._scaling = partial(scaling_rules, config) if config.autoscale.enabled else None
         if self._seat is not None:
             if self._seat.index:
                 # It is told the adapters; these may have been removed since the cluster was started.
@@ -169,6 +168,14 @@ class VllmServer:
         client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), self.returns_routed_experts)
         # Long enough to go through both pools.
         num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
+        serving, steers = asyncio.Event(), list[asyncio.Task[None]]()
+        resizing = administration.resizing
+        if self._scaling is not None and resizing is not None:
+            rules = self._scaling(resizing.control.devices)
+            steering = Steering(client.dispatcher, administration, resizing, rules, metrics)
+            administration.steering = steering
+            steers.append(asyncio.create_task(steering.run(serving), name="autoscaler"))
+            supervised = (*supervised, *steers)
         health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
         if hub is not None:
             hub.open(client.dispatcher, pool, facts, len(pool.roster.expected), stop)
@@ -190,8 +197,13 @@ class VllmServer:
                     )
             log.info("serving url=%s", self.url)
             await on_ready(self.url)
+            serving.set()
 
-        await self.run(client, dress, start_up, supervised, stop)
+        try:
+            await self.run(client, dress, start_up, supervised, stop)
+        finally:
+            for task in steers:
+                task.cancel()
 
     def _add_routes(
         self,
@@ -210,7 +222,8 @@ class VllmServer:
             body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
             return Response(body, media_type="application/json")
 
-        add_order_routes(app, administration)
+        keys = [key for key in (self._args.api_key or [envs.VLLM_API_KEY]) if key]
+        add_order_routes(app, administration, AuthenticationMiddleware(app, keys).verify_token if keys else None)
 
     async def _probe(self, num_tokens: int) -> None:
         """One generation for `/ready`."""
@@ -300,8 +313,6 @@ class VllmServer:
         app: FastAPI = build_app(args, tasks, llm.model_config)
         drop_unguarded_routes(app)
         find_standings(app, self._slo)
-        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
-            ask_for_key(app, AuthenticationMiddleware(app, keys).verify_token, self._metrics.without_key.inc)
         name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)
         client.serve_adapters(app.state.openai_serving_models)
@@ -334,7 +345,6 @@ class VllmServer:
     def close(self) -> None:
         """Gives back the port and vLLM's threads."""
         self._socket.close()
-        self._metrics.unregister()
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
             self._llm = None

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from proxy.scheduling.capacity.books import Books
+from proxy.scheduling.capacity.demand import Demand
 from proxy.scheduling.capacity.pools import Pools
-from proxy.scheduling.fitting import NoFit, fit
+from proxy.scheduling.fitting import Fit, NoFit, fit
 from proxy.scheduling.place import Decision, Policy, Reject, Wait
 from proxy.scheduling.route import LaneName, Route, lane_of, route
 from proxy.scheduling.view import (
@@ -55,6 +56,7 @@ class _Waiting:
 
 PATIENCE_S = 5.0
 """How long smaller requests may pass one that waits for room at a decode worker."""
+LACKS_PREFILL = ("no_prefill_worker", "no_compatible_pair")
 LOOK_AGAIN_S = 0.5
 """Finding a long prompt in the index takes longer than placing it."""
 
@@ -67,6 +69,7 @@ class Scheduler:
 
     def __init__(self, policy: Policy, prefixes: CachedPrefixes | None = None) -> None:
         self.books = Books(Pools(policy))
+        self.demand = Demand()
         self._policy = policy
         self._prefixes = prefixes if prefixes is not None else NothingKnown()
         self._waiting: dict[str, _Waiting] = {}
@@ -76,11 +79,26 @@ class Scheduler:
         """Added or taken out of a place since the last `place`."""
         self._refused: list[Decision] = []
         self._seq = 0
+        self._full: Mapping[LaneName, str] = {}
+        """Why the heads of the lanes could not be placed when that was tried last."""
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def queued_prefill_s(self) -> float:
+        """What a prefill worker alone would compute on the prompts that wait for one."""
+        return self._lanes["prefill"].work_s
+
+    @property
+    def num_waiting_for_decode(self) -> int:
+        """Requests that could be computed now if a decode worker had room for them."""
+        pools = self.books.pools
+        idle = sum(not worker.jobs for worker in pools.prefill.values())
+        full = {name: self._lanes[name].count for name, reason in self._full.items() if reason == "decode_full"}
+        return full.get("decode", 0) + min(idle, full.get("prefill", 0))
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -97,6 +115,7 @@ class Scheduler:
         deadline_s = arrived_s + shape.standing.slo.ttft_s
         self._seq += 1
         entry = Entry(request_id, shape, self._seq, arrived_s, now_s, deadline_s, prefill_s, share_s)
+        self.demand.arrived(shape.standing.slo, prefill_s)
         self._enqueue(entry, now_s)
         if request_id in self._waiting:
             self._fresh[request_id] = None
@@ -185,6 +204,7 @@ class Scheduler:
             if newcomer is not None:
                 self._settle(newcomer, now_s, full, decisions)
         self._fresh.clear()
+        self._full = full
         # Some may have been refused meanwhile, because their way was chosen again.
         decisions, self._refused = decisions + self._refused, []
         return decisions
@@ -222,6 +242,7 @@ class Scheduler:
             return
         self._leave(waiting, now_s, served=True)
         self.books.charge(entry, found, now_s)
+        self.demand.placed(entry.work_s, _for_prefill_workers(entry, found))
         decisions.append(Decision(entry.request_id, found.placement, entry.demoted))
 
     def _settle(
@@ -308,3 +329,10 @@ class Scheduler:
     def _is_waiting(self, entry: Entry) -> bool:
         waiting = self._waiting.get(entry.request_id)
         return waiting is not None and waiting.entry.since_s == entry.since_s
+
+
+def _for_prefill_workers(entry: Entry, found: Fit) -> float:
+    """Seconds of a prompt that a prefill worker computes, or would if there were one for it."""
+    if found.job is not None:
+        return found.job.seconds
+    return entry.work_s if found.overflow or found.placement.reason in LACKS_PREFILL else 0.0

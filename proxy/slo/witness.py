@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster.messages import HandoverClosed
@@ -11,6 +11,7 @@ from proxy.flights.lifetime import Lifetime, LifetimeEvent
 from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.trip import Trip
 from proxy.metrics import ProxyMetrics
+from proxy.scaling.meter import Meter
 from proxy.scheduling.slo import PROBE
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
@@ -32,6 +33,10 @@ class Witness:
         """When a request last went through both pools: its blocks were loaded and the decode worker has answered."""
         self.answered_at_s: float | None = None
         """When a worker that does both last answered."""
+        self.meter = Meter()
+        """What clients got, for the autoscaler."""
+        self.prompt_alone_s: Callable[[int], float] = lambda _num_tokens: 0.0
+        """How long a prompt takes a worker that has nothing else to do."""
         self._metrics = metrics
 
     def note(self, trip: Trip, event: LifetimeEvent) -> None:
@@ -86,6 +91,8 @@ class Witness:
         if parts is None or _is_probe(trip):
             return
         trip.account.ttft_s = parts.total_s
+        alone_s = self.prompt_alone_s(trip.shape.num_prompt_tokens)
+        self.meter.first_token(parts.total_s, trip.account.slo.ttft_s, alone_s)
         self._metrics.observe_first_token(parts)
         self.recent.first_output(trip)
 
@@ -134,6 +141,13 @@ class Witness:
     def ended(self, trip: Trip) -> None:
         """Nothing is left of a request."""
         self._metrics.slo.close(trip.account, trip.party)
+        outcome = trip.account.outcome
+        if _is_probe(trip) or outcome in ("failed", "aborted"):
+            return
+        if outcome == "rejected":
+            self.meter.turned_away()
+        else:
+            self.meter.stream(uneven=outcome in ("missed_itl", "missed_both"))
 
     def account(self, shape: RequestShape) -> Account:
         """The account of a request of this shape."""

@@ -7,11 +7,12 @@ Refuses by name what cannot be done. Everything accepted goes on by itself and h
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Protocol
 
 from cluster.messages import LEAVE
 from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus, ScaleOrder
 from cluster.seats import NothingFree
-from cluster.status import LaunchNote
+from cluster.status import AutoscaleStatus, LaunchNote
 from proxy.workers.resizing import Resizing
 from proxy.workers.rolling_restart import RollingRestart, RollingTimes, WorkerControl
 from proxy.workers.roster import Roster, Worker
@@ -20,6 +21,13 @@ from proxy.workers.worker_pool import WorkerPool
 log = logging.getLogger("twinpool.proxy")
 
 ROLES = ("prefill", "decode")
+
+
+class Steers(Protocol):
+    """`proxy.workers.steering.Steering`."""
+
+    @property
+    def status(self) -> AutoscaleStatus: ...
 
 
 class OrderRefused(Exception):
@@ -38,6 +46,8 @@ class Administration:
         self._control = control
         self._times = times
         self.resizing = Resizing(pool, control, times) if control is not None else None
+        self.steering: Steers | None = None
+        """Who gives orders about the numbers of workers beside the operator."""
         self._rolling: RollingRestart | None = None
         self._other: RollingStatus | None = None
         """Of a process that is no worker, if that was the last one."""

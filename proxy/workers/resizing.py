@@ -119,6 +119,11 @@ class Resizing:
             return Accepted(f"{', '.join(surplus)} {verb} what {them}", surplus, timeout_s + self.times.stop_s)
         return Accepted(f"the {role} pool has {count} workers already", [], 0.0)
 
+    def least_busy(self, role: Role, count: int) -> list[str]:
+        """Of those that serve in a pool, so many whose leaving costs least."""
+        serving = Members(serving=self.members(role).serving)
+        return serving.least_needed(count, self._cached_blocks())
+
     def _cached_blocks(self) -> dict[str, int]:
         index = self.pool.prefixes.index
         return {worker_id: index.num_blocks_of(worker_id) for worker_id in self.pool.roster.workers}

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "prefill": ("cluster", "kvtransfer"),
     "decode": ("cluster", "kvtransfer"),
     "proxy": ("cluster",),
-    "lab": ("proxy.scheduling", "cluster", "kvtransfer"),
+    "lab": ("proxy.scheduling", "proxy.scaling", "cluster", "kvtransfer"),
 }
 # `cluster` may use kvtransfer's types and the rule who fits whom, not its machinery.
 KVTRANSFER_TYPES = (

@@ -190,6 +190,11 @@ class DecodeWorker:
         self.blocks_total = blocks_total
         self.foreign = max(0, blocks_used - self.reserved)
 
+    @property
+    def was_watched(self) -> bool:
+        """The time of its steps is not only a guess."""
+        return self._last_step_s > 0
+
     def stepped(self, now_s: float, *, goes_on: bool) -> None:
         """Outputs of one step came; `goes_on`: some of a request that had an output in the step before."""
         if goes_on and self._last_step_s:

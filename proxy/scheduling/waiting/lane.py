@@ -96,6 +96,11 @@ class Lane:
         own_rank_s = min(earlier_s, queue.ahead_of_s(entry.shape.standing.tenant, entry.work_s)) - entry.work_s
         return (ahead_s + max(0.0, own_rank_s)) * max(1.0 / max(1, workers), self._pace.seconds_per_work)
 
+    @property
+    def work_s(self) -> float:
+        """Of all that wait, on one worker."""
+        return sum(queue.work_s for queue in self._queues.values())
+
     def _most_overdue(self, now_s: float) -> Entry | None:
         while self._by_deadline and not self._by_deadline[0][2].waiting:
             heappop(self._by_deadline)

@@ -1,0 +1,41 @@
+"""Reads from the scheduler what the controller wants to know; the live proxy and the simulator have the same one."""
+
+from collections.abc import Mapping
+
+from proxy.scaling.look import Arrivals, Batch, Look, Measured, PoolSize
+from proxy.scheduling.scheduler import Scheduler
+from proxy.scheduling.view import Role
+
+
+def look_at(scheduler: Scheduler, measured: Measured, pools: Mapping[Role, PoolSize], seconds: float) -> Look:
+    """Everything since the last look, which was `seconds` ago."""
+    demand = scheduler.demand.take()
+    return Look(
+        seconds=seconds,
+        pools=pools,
+        arrivals=tuple(
+            Arrivals(
+                asked.slo.ttft_s,
+                asked.slo.itl_s,
+                asked.slo.on_overload != "queue",
+                asked.count,
+                tuple(asked.prefill_s),
+            )
+            for asked in demand.by_class.values()
+        ),
+        prefill_share=demand.prefill_share,
+        queued_prefill_s=scheduler.queued_prefill_s * demand.prefill_share,
+        waiting_for_decode=scheduler.num_waiting_for_decode,
+        batches=tuple(
+            Batch(
+                requests=worker.num_requests,
+                running=worker.num_running,
+                step_s=worker.costs.step_s if worker.was_watched else 0.0,
+                blocks_taken=worker.reserved + worker.foreign,
+                blocks_total=worker.blocks_total,
+                max_requests=worker.facts.max_num_seqs,
+            )
+            for worker in scheduler.books.pools.decode.values()
+        ),
+        measured=measured,
+    )
