@@ -31,6 +31,7 @@ from cluster.preflight.config_checks import check_config
 from cluster.preflight.machine import Machine, detect_machine
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
+from cluster.preflight.security_checks import API_KEY_VARIABLE, api_keys
 from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
@@ -252,7 +253,7 @@ class _Cluster:
 
     async def _after_ready(self, url: str, api: "asyncio.Task[None]") -> int:
         name = self._config.served_model_name or self._config.model or EMBEDDED_MODEL_NAME
-        key = _first_api_key(self._config)
+        key = next(iter(api_keys(self._config)), os.environ.get(API_KEY_VARIABLE, ""))
         show = asyncio.create_task(self._show(url, name, key), name="demonstration")
         try:
             await asyncio.wait((api, show), return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +270,7 @@ class _Cluster:
         out = Console(highlight=False)
         if self._demo:
             try:
-                await run_demo(url, model, api_key, out)
+                await run_demo(url, model, api_key, out, self._config.server.options.get("ssl_certfile"))
             except DemoError as error:
                 self._console.print(f"twinpool: the demonstration failed: {error}", style="red", markup=False)
         out.print(invitation(url, model, api_key), markup=False, soft_wrap=True)
@@ -318,8 +319,3 @@ class _Cluster:
 def _with_log(worker_exit: WorkerExit) -> str:
     lines = "\n".join(f"  | {line}" for line in worker_exit.last_lines)
     return f"{worker_exit.cause}. The end of {worker_exit.log_path}:\n{lines}"
-
-
-def _first_api_key(config: ClusterConfig) -> str:
-    key = config.server.options.get("api_key") or ""
-    return str(key[0]) if isinstance(key, list) else str(key)

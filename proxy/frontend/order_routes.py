@@ -1,7 +1,4 @@
-"""`POST /twinpool/...` and `/admin/scale`: orders about workers.
-
-vLLM's own check of the API key covers `/v1` only, so it is made here.
-"""
+"""`POST /twinpool/...` and `/admin/scale`: orders about workers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +6,6 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.datastructures import Headers
 
 from cluster.orders import SCALE_PATH, Accepted, DrainOrder, Refusal, RefusalText, RestartOrder, RoleOrder, ScaleOrder
 from proxy.workers.administration import Administration, OrderRefused
@@ -17,14 +13,10 @@ from proxy.workers.administration import Administration, OrderRefused
 Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder, ScaleOrder)
 
 
-def add_order_routes(
-    app: FastAPI, administration: Administration, may_order: Callable[[Headers], bool] | None = None
-) -> None:
-    """`may_order` says whether a request carries an API key; without it everybody who reaches the server may."""
+def add_order_routes(app: FastAPI, administration: Administration) -> None:
+    """Who may give orders is not decided here (`key_guard`)."""
 
     async def carry_out(request: Request, kind: type[Order], act: Callable[[Order], Accepted]) -> Response:
-        if may_order is not None and not may_order(request.headers):
-            return _reply(401, _refusal(401, "the API key is missing or wrong"))
         try:
             order = msgspec.json.decode(await request.body() or b"{}", type=kind)
             return _reply(202, act(order))

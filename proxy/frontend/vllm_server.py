@@ -39,6 +39,8 @@ from proxy.adapters.vllm_adapters import drop_unguarded_routes
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.dispatch_settings import DispatchSettings
+from proxy.frontend.front_end_metrics import FrontEndMetrics
+from proxy.frontend.key_guard import ask_for_key
 from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.request_standing import find_standings
 from proxy.frontend.status_line import App
@@ -101,6 +103,7 @@ class VllmServer:
             listening.close()
             raise
         self._llm: AsyncLLM | None = None
+        self._metrics = FrontEndMetrics()
 
     def _configure(self, config: ClusterConfig, model_path: str) -> None:
         if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
@@ -222,8 +225,7 @@ class VllmServer:
             body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
             return Response(body, media_type="application/json")
 
-        keys = [key for key in (self._args.api_key or [envs.VLLM_API_KEY]) if key]
-        add_order_routes(app, administration, AuthenticationMiddleware(app, keys).verify_token if keys else None)
+        add_order_routes(app, administration)
 
     async def _probe(self, num_tokens: int) -> None:
         """One generation for `/ready`."""
@@ -313,6 +315,8 @@ class VllmServer:
         app: FastAPI = build_app(args, tasks, llm.model_config)
         drop_unguarded_routes(app)
         find_standings(app, self._slo)
+        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
+            ask_for_key(app, AuthenticationMiddleware(app, keys).verify_token, self._metrics.without_key.inc)
         name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)
         client.serve_adapters(app.state.openai_serving_models)
@@ -345,6 +349,7 @@ class VllmServer:
     def close(self) -> None:
         """Gives back the port and vLLM's threads."""
         self._socket.close()
+        self._metrics.unregister()
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
             self._llm = None

@@ -13,6 +13,7 @@ from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, Authe
 
 from cluster.orders import DrainOrder, RestartOrder, RoleOrder
 from cluster.status import LaunchNote, WorkerStatus
+from proxy.frontend.key_guard import ask_for_key
 from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.status_report import report
 from proxy.workers.administration import Administration, OrderRefused
@@ -243,7 +244,8 @@ async def test_orders_need_the_key_and_name_what_is_wrong(
 ) -> None:
     async with administered(tmp_path) as (_cluster, administration, _control):
         app = FastAPI()
-        add_order_routes(app, administration, AuthenticationMiddleware(app, ["sesame"]).verify_token)
+        add_order_routes(app, administration)
+        ask_for_key(app, AuthenticationMiddleware(app, ["sesame"]).verify_token, lambda: None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
             answer = await client.post(urljoin("/twinpool/", path), content=body, headers=headers)

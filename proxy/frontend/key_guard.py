@@ -1,0 +1,69 @@
+"""Asks for the API key, before anything of a request is read.
+
+vLLM's own check covers paths that begin like an API. Here everything is covered but what a load balancer asks without a
+key: state, orders and metrics say who uses the cluster and can stop it. The outermost middleware.
+"""
+
+import json
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+
+from proxy.frontend.error_reply import send_error
+from proxy.frontend.status_line import App, Receive, Scope, Send
+
+_REFUSAL = "the API key is missing or wrong"
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+POLICY_VIOLATION = 1008
+_CHALLENGE = (b"www-authenticate", b"Bearer")
+
+
+def ask_for_key(app: Starlette, may: Callable[[Headers], bool], on_refused: Callable[[], None]) -> None:
+    """Puts the middleware around an application whose other middlewares are stacked already.
+
+    Args:
+        app: which `proxy.frontend` serves.
+        may: whether headers hold a key.
+        on_refused: called for every request that is turned away.
+    """
+    app.user_middleware.insert(0, Middleware(KeyGuard, may=may, on_refused=on_refused))
+    app.middleware_stack = None
+
+
+class KeyGuard:
+    """A pure ASGI middleware."""
+
+    def __init__(self, app: App, may: Callable[[Headers], bool], on_refused: Callable[[], None]) -> None:
+        self._app = app
+        self._may = may
+        self._on_refused = on_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind = scope["type"]
+        if kind not in ("http", "websocket") or is_open(scope) or self._may(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        self._on_refused()
+        if kind == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": _REFUSAL})
+        elif path_of(scope).startswith("/v1"):
+            # Word for word what vLLM says there.
+            body = json.dumps({"error": "Unauthorized"}, separators=(",", ":")).encode()
+            headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+        else:
+            await send_error(scope, send, 401, _REFUSAL, None, [_CHALLENGE])
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request needs no key. Browsers ask without one what they may ask (OPTIONS)."""
+    return scope.get("method") == "OPTIONS" or path_of(scope) in OPEN_PATHS
+
+
+def path_of(scope: Scope) -> str:
+    """Below the path that the application is mounted at."""
+    return str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
