@@ -9,6 +9,8 @@ class Prediction(msgspec.Struct):
     arm: str
     rate: float
     seed: int
+    kind: str
+    """Of requests; `all`: all of them."""
     fitted_on: bool
     """The simulator's costs come from this very run."""
     ttft_p50_s: tuple[float | None, float | None]

@@ -96,12 +96,12 @@ def _goodput(results: Results) -> str:
 
 def _predictions(results: Results) -> str:
     rows = "".join(
-        f"<tr><td>{escape(each.arm)}</td><td>{each.rate:.3g}</td><td>{each.seed}</td>"
+        f"<tr><td>{escape(each.arm)}</td><td>{each.rate:.3g}</td><td>{each.seed}</td><td>{escape(each.kind)}</td>"
         + "".join(f"<td>{cell}</td>" for cell in cells(each))
         + f"<td>{'fitted to it' if each.fitted_on else 'foretold'}</td></tr>"
         for each in results.predictions
     )
-    names = ("arm", "rate", "seed", "TTFT p50, s", "gap p50, ms", "within both", "")
+    names = ("arm", "rate", "seed", "class", "TTFT p50, s", "gap p50, ms", "within both", "")
     head = "".join(f"<th>{name}</th>" for name in names)
     caption = (
         "Measured / simulated (error). What a step costs is fitted to the first run of each arm, by least squares; the "

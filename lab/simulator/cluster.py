@@ -69,6 +69,8 @@ class Outcome:
     decode_use: float
     mean_batch: float
     """Sequences per decode step."""
+    found_cached: float
+    """Of the prompts' blocks, those that the chosen prefill workers had, where the load tells of any."""
     continued: int
     """Streams carried over the death of a worker."""
 
@@ -106,6 +108,7 @@ class SimulatedCluster:
         self.meter = Meter()
         self._draining: set[str] = set()
         """Workers that get nothing new."""
+        self._num_blocks = self._num_cached = 0
         self.continued = 0
         for index in range(num_prefill):
             self._start(f"prefill-{index}", "prefill")
@@ -134,6 +137,7 @@ class SimulatedCluster:
             prefill_use=sum(w.busy_s for w in prefill) / (end_s * max(1, len(self._prefill))),
             decode_use=sum(w.busy_s for w in decode) / (end_s * max(1, len(self._decode))),
             mean_batch=self._decode_tokens / steps if steps else 0.0,
+            found_cached=self._num_cached / self._num_blocks if self._num_blocks else 0.0,
             continued=self.continued,
         )
 
@@ -231,18 +235,24 @@ class SimulatedCluster:
         match decision.placement:
             case Remote(prefill, decode, _):
                 request.prefill, request.decode = prefill, decode
-                self._prefill[prefill].submit(request, self._cached(request, prefill), decision.demoted)
+                self._prefill[prefill].submit(request, self._found(request, prefill), decision.demoted)
             case PrefillOnly(prefill, _):
                 request.prefill = prefill
-                self._prefill[prefill].submit(request, self._cached(request, prefill), decision.demoted)
+                self._prefill[prefill].submit(request, self._found(request, prefill), decision.demoted)
             case Local(decode, _):
                 request.decode = decode
+                self._num_blocks += len(request.block_ids)
                 self._decode[decode].submit(request, 0)
             case Reject(status, reason, _):
                 self._end(request, status, f"{status}: {reason}")
 
-    def _cached(self, request: Request, worker_id: str) -> int:
-        return self._caches.cached_tokens(request.shape.prompt_hashes).get(worker_id, 0)
+    def _found(self, request: Request, worker_id: str) -> int:
+        """Tokens of its prompt that a prefill worker has cached."""
+        tokens = self._caches.cached_tokens(request.shape.prompt_hashes).get(worker_id, 0)
+        if request.block_ids:
+            self._num_blocks += len(request.block_ids)
+            self._num_cached += round(tokens / request.block_tokens)
+        return min(tokens, request.shape.num_prompt_tokens)
 
     def _prefilled(self, request: Request, last_chunk_tokens: int) -> None:
         """The client has its token at once; decoding begins when the last chunk's KV has moved."""

@@ -208,6 +208,10 @@ def _one(
         f"went on at other workers. {outcome.seconds:.0f} s of the cluster took {took_s:.1f} s here.",
         soft_wrap=True,
     )
+    if outcome.found_cached:
+        out.print(
+            f"{100 * outcome.found_cached:.1f} % of the prompts' full blocks were cached where they were prefilled."
+        )
     if options.json_file is not None:
         options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return 0 if summary.total.whole else _EXIT_FAILED

@@ -42,7 +42,8 @@ def run_fitted(
     for run, its_setup in runs:
         costs = fit_costs(run.records, its_setup)
         out.print(f"{run.arm}: {describe(costs)}", soft_wrap=True)
-        found += [predict(costs, other, its_setup, fitted_on=other is run) for other in results.of(run.arm)]
+        for other in results.of(run.arm):
+            found += predict(costs, other, its_setup, fitted_on=other is run)
     out.print(table(found))
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
@@ -93,9 +94,14 @@ def describe(costs: FittedCosts) -> str:
 
 def table(found: Sequence[Prediction]) -> Table:
     """Measured, simulated and by how much that is off."""
-    shown = Table("arm", "rate", "seed", "TTFT p50, s", "ITL p50, ms", "within both", "", box=None)
+    shown = Table("arm", "rate", "seed", "class", "TTFT p50, s", "ITL p50, ms", "within both", "", box=None)
     for each in found:
         shown.add_row(
-            each.arm, f"{each.rate:.3g}", str(each.seed), *cells(each), "fitted to it" if each.fitted_on else ""
+            each.arm,
+            f"{each.rate:.3g}",
+            str(each.seed),
+            each.kind,
+            *cells(each),
+            "fitted to it" if each.fitted_on else "",
         )
     return shown

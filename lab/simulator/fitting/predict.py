@@ -37,20 +37,24 @@ def simulate(
     return SimulatedCluster(costs, setup.num_prefill, setup.num_decode, rules, classes).run(sessions).records
 
 
-def predict(costs: FittedCosts, run: Run, setup: Setup, *, fitted_on: bool) -> Prediction:
-    """`fitted_on`: it is the run that the costs were fitted to."""
+def predict(costs: FittedCosts, run: Run, setup: Setup, *, fitted_on: bool) -> list[Prediction]:
+    """Of each kind of request, and of all together. `fitted_on`: it is the run that the costs were fitted to."""
     simulated = simulate(costs, setup, run.classes, sessions_of(run.records))
-    ours = summarize(run.classes, simulated, run.summary.seconds).total
-    theirs = run.summary.total
-    return Prediction(
-        run.arm,
-        run.rate,
-        run.seed,
-        fitted_on,
-        (theirs.ttft_s.p50, ours.ttft_s.p50),
-        (theirs.itl_s.p50, ours.itl_s.p50),
-        (theirs.attained, ours.attained),
-    )
+    ours, theirs = summarize(run.classes, simulated, run.summary.seconds), run.summary
+    pairs = list(zip(theirs.classes, ours.classes, strict=True))
+    return [
+        Prediction(
+            run.arm,
+            run.rate,
+            run.seed,
+            was.name,
+            fitted_on,
+            (was.ttft_s.p50, said.ttft_s.p50),
+            (was.itl_s.p50, said.itl_s.p50),
+            (was.attained, said.attained),
+        )
+        for was, said in ([*pairs, (theirs.total, ours.total)] if len(pairs) > 1 else pairs)
+    ]
 
 
 def predictions(results: Results) -> tuple[list[Prediction], dict[str, str]]:
@@ -66,5 +70,6 @@ def predictions(results: Results) -> tuple[list[Prediction], dict[str, str]]:
         except FitError as error:
             why_not[arm] = str(error)
             continue
-        found += [predict(costs, run, first.setup, fitted_on=run is first) for run in (first, *others)]
+        for run in (first, *others):
+            found += predict(costs, run, first.setup, fitted_on=run is first)
     return found, why_not

@@ -19,7 +19,7 @@ from lab.simulator.command import SimulateError, parse_incident, parse_pools
 from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.sweep import front, point_of, splits
 from lab.simulator.workers import PrefillWorker, Request
-from lab.traces.trace import TraceRequest
+from lab.traces.trace import TraceRequest, block_hit_rate
 from proxy.scheduling.view import RequestShape
 
 LLAMA_70B = Asked(MODELS["llama-3.1-70b"], GPUS["h100"], 16, Workload(8000, 300, 2, 0.05))
@@ -103,11 +103,14 @@ def test_excess_is_rejected_if_that_is_the_policy_and_the_rest_is_in_time() -> N
 def test_shared_blocks_of_a_trace_are_computed_once_per_worker() -> None:
     shared = [TraceRequest(2.0 * i, 4096, 2, (1, 2, 3, 4, 5, 6, 7, 100 + i), 512) for i in range(20)]
     apart = [replace(request, block_ids=tuple(1000 * i + b for b in range(8))) for i, request in enumerate(shared)]
-    use = []
+    outcomes = []
     for trace in (shared, apart):
         classes = [parse_work("trace=1/s,4096+2")]
-        use.append(cluster(POOLS, Rules(), classes).run(replay(trace, "trace", 1)).prefill_use)
-    assert use[0] < use[1] / 2
+        outcomes.append(cluster(POOLS, Rules(), classes).run(replay(trace, "trace", 1)))
+    assert outcomes[0].prefill_use < outcomes[1].prefill_use / 2
+    full = [replace(request, block_ids=request.block_ids[:-1]) for request in shared]
+    assert 0.9 * block_hit_rate(full) <= outcomes[0].found_cached <= block_hit_rate(full)
+    assert outcomes[1].found_cached == 0
 
 
 def test_splits_use_the_gpus_and_leave_out_what_does_not_fit() -> None:
