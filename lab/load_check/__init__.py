@@ -1,0 +1,1 @@
+"""What the load generator itself adds: hundreds of streams from a server that knows when it sent each token."""
