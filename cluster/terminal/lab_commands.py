@@ -143,6 +143,14 @@ def lab_simulate(
     sweep_gpus: Annotated[
         int, typer.Option("--sweep", min=0, help="In place of --pools: every way to split so many GPUs.")
     ] = 0,
+    slo_factor: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01,
+            metavar="FACTOR",
+            help="Sweep: what is left if both limits are so many times as long. May be given several times.",
+        ),
+    ] = None,
     work: Annotated[
         list[str] | None, typer.Option("--work", "-w", metavar="CLASS", help="As for `twinpool lab load`.")
     ] = None,
@@ -172,7 +180,8 @@ def lab_simulate(
     scaling = _load(SCALING)(speed=speed, share=share, lengths=lengths, seconds=seconds, max_prompt_tokens=max_prompt)
     options = _load(SIMULATE_OPTIONS)(
         model=model, gpu=gpu, fit_run=fit, arm=arm, replicas=replicas, chunk_tokens=chunk,
-        remote_min_tokens=remote_min, pools=pools, sweep_gpus=sweep_gpus, work=work or [], trace=trace, scaling=scaling,
+        remote_min_tokens=remote_min, pools=pools, sweep_gpus=sweep_gpus,
+        slo_factors=slo_factor or [], work=work or [], trace=trace, scaling=scaling,
         ttft_s=ttft, itl_s=itl, seconds=seconds, seed=seed, incidents=incident or [], on_overload=on_overload,
         compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency, plot_file=plot_file,
         json_file=json_file,

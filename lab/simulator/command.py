@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.fitting.command import run_fitted
 from lab.simulator.fitting.fit import FitError
 from lab.simulator.plot import save_plot
-from lab.simulator.sweep import Point, front, splits, sweep
+from lab.simulator.sweep import Point, front, splits, sweep, with_limits_scaled
 from lab.traces.formats import TraceError, read_trace
 from lab.traces.trace import Scaling, scale
 from proxy.scheduling.slo import OverloadPolicy
@@ -57,6 +57,8 @@ class SimulateOptions:
     remote_min_tokens: int
     pools: str
     sweep_gpus: int
+    slo_factors: Sequence[float]
+    """With a sweep: the front's splits are tried with limits so many times as long."""
     work: Sequence[str]
     trace: Path | None
     scaling: Scaling
@@ -96,6 +98,8 @@ def run_simulate(options: SimulateOptions) -> int:
 
 def _check_files(options: SimulateOptions) -> None:
     """Before a sweep of minutes."""
+    if options.slo_factors and not options.sweep_gpus:
+        raise SimulateError("--slo-factor belongs to a sweep: give --sweep GPUS, or leave it out")
     if complaint := why_unwritable("--json", options.json_file):
         raise SimulateError(complaint)
     file = options.plot_file
@@ -232,6 +236,9 @@ def _sweep(
             asked, candidates, Rules(options.on_overload), classes, sessions,
             lambda point: status.update(f"{len(candidates)} splits; {_name(point.pools)} done"),
         )  # fmt: skip
+    factors = sorted(set(options.slo_factors))
+    chosen = [point.pools for point in front(points)] if factors else []
+    scaled = with_limits_scaled(asked, chosen, Rules(options.on_overload), classes, sessions, factors)
     best = set(map(id, front(points)))
     table = Table(
         "prefill + decode", "within both", "TTFT p90, s", "gap p99, ms", "prefill use", "decode use", "", box=None
@@ -245,10 +252,19 @@ def _sweep(
     out = Console(highlight=False)
     out.print(f"Simulated: {asked.model.name} on {asked.num_gpus} x {asked.gpu.name}, {len(points)} splits")
     out.print(table)
+    if scaled:
+        shown = Table("limits times", *(f"{factor:g}" for factor in factors), box=None)
+        for pools, shares in scaled.items():
+            shown.add_row(_name(pools), *(f"{100 * share:.1f} %" for share in shares))
+        out.print(shown)
     if options.plot_file is not None:
-        save_plot(points, f"{asked.model.name} on {asked.num_gpus} x {asked.gpu.name}", options.plot_file)
+        title = f"{asked.model.name} on {asked.num_gpus} x {asked.gpu.name}"
+        limits = (classes[0].ttft_s, classes[0].itl_s) if len(classes) == 1 else (None, None)
+        save_plot(points, title, options.plot_file, limits, factors, scaled)
     if options.json_file is not None:
-        options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(_numbers(points)), indent=2) + b"\n")
+        options.json_file.write_bytes(
+            msgspec.json.format(msgspec.json.encode(_numbers(points, factors, scaled)), indent=2) + b"\n"
+        )
     return 0
 
 
@@ -256,7 +272,9 @@ def _name(pools: Pools) -> str:
     return f"{pools.num_prefill}x{pools.prefill_tp}+{pools.num_decode}x{pools.decode_tp}"
 
 
-def _numbers(points: Sequence[Point]) -> list[dict[str, object]]:
+def _numbers(
+    points: Sequence[Point], factors: Sequence[float], scaled: Mapping[Pools, Sequence[float]]
+) -> list[dict[str, object]]:
     return [
         {
             "pools": _name(point.pools),
@@ -265,6 +283,7 @@ def _numbers(points: Sequence[Point]) -> list[dict[str, object]]:
             "itl_p99_s": point.itl_s,
             "prefill_use": point.prefill_use,
             "decode_use": point.decode_use,
+            "attained_with_limits_times": dict(zip(map(str, factors), scaled.get(point.pools, ()), strict=False)),
         }
         for point in points
     ]

@@ -1,7 +1,7 @@
 """Every way to split some GPUs into pools, under the same load: who is fast at what."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.load.plan import Session
 from lab.load.summary import ClassSummary, summarize
@@ -69,6 +69,33 @@ def sweep(
         points.append(point_of(pools, classes, outcome))
         on_point(points[-1])
     return points
+
+
+def with_limits_scaled(
+    asked: Asked,
+    candidates: Sequence[Pools],
+    rules: Rules,
+    classes: Sequence[WorkClass],
+    sessions: Sequence[Session],
+    factors: Sequence[float],
+) -> dict[Pools, list[float]]:
+    """Per split, the share of requests within both limits when these are so many times as long, in order of `factors`.
+
+    Each is a run of its own: deadlines decide what the scheduler does.
+    """
+    found: dict[Pools, list[float]] = {pools: [] for pools in candidates}
+    for factor in factors:
+        scaled = [
+            replace(
+                work,
+                ttft_s=None if work.ttft_s is None else work.ttft_s * factor,
+                itl_s=None if work.itl_s is None else work.itl_s * factor,
+            )
+            for work in classes
+        ]
+        for point in sweep(asked, candidates, rules, scaled, sessions):
+            found[point.pools].append(point.attained)
+    return found
 
 
 def point_of(pools: Pools, classes: Sequence[WorkClass], outcome: Outcome) -> Point:

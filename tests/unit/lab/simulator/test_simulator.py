@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,13 +149,17 @@ def test_the_command_sweeps_and_draws(tmp_path: Path) -> None:
         app,
         [
             "lab", "simulate", "--model", "llama-3.1-8b", "--gpu", "h100", "--sweep", "3", "-w",
-            "chat=8/s,900+40,ttft=1,itl=0.03", "--seconds", "10", "--plot", str(picture), "--json", str(numbers),
+            "chat=8/s,900+40,ttft=1,itl=0.03", "--seconds", "10", "--slo-factor", "0.01",
+            "--slo-factor", "1", "--plot", str(picture), "--json", str(numbers),
         ],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "front" in done.output
     assert picture.read_text().startswith("<?xml")
-    assert numbers.stat().st_size > 100
+    found = [each for each in json.loads(numbers.read_text()) if each["attained_with_limits_times"]]
+    assert found
+    for each in found:
+        assert each["attained_with_limits_times"] == {"0.01": 0.0, "1.0": each["attained"]}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +171,7 @@ def test_the_command_sweeps_and_draws(tmp_path: Path) -> None:
         (["-w", "chat=1/s,200000+9"], "context"),
         (["-w", "chat=1/s,9+9,turns=3"], "several turns"),
         (["-w", "chat=1/s,9+9", "--plot", "x.png"], "draws a sweep"),
+        (["-w", "chat=1/s,9+9", "--slo-factor", "2"], "belongs to a sweep"),
         (["-w", "chat=1/s,9+9", "--sweep", "8", "--plot", "x.doc"], "ending in"),
     ],
 )
