@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 
 from cluster.autoscale_config import AutoscaleConfig
 from cluster.config_node import ConfigNode, one_or_many
+from cluster.ray_launch.config import RayConfig
 from cluster.security_config import SecurityConfig, one_address
 
 Role = Literal["prefill", "decode"]
@@ -351,6 +352,10 @@ class ClusterConfig(ConfigNode):
         default_factory=SimulationConfig, description="With `engine: simulated`: what the engines cost."
     )
     pools: PoolsConfig = Field(default_factory=PoolsConfig, description="The workers.")
+    launch: Literal["local", "ray"] = Field(
+        default="local", description="Where workers run: on this machine, or on the nodes of a Ray cluster."
+    )
+    ray: RayConfig = Field(default_factory=RayConfig, description="With `launch: ray`: the cluster and the claims.")
     transfer: TransferConfig = Field(default_factory=TransferConfig, description="Moving KV blocks.")
     scheduling: SchedulingConfig = Field(default_factory=SchedulingConfig, description="Placing requests.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="The API server.")
@@ -402,6 +407,12 @@ class ClusterConfig(ConfigNode):
                     f"pools.{role}.replicas={replicas} is not between autoscale.{role}.min={bounds.min} and "
                     f"autoscale.{role}.max={bounds.max}; begin with a number that is"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ray_is_asked_for(self) -> "ClusterConfig":
+        if self.launch != "ray" and self.ray != RayConfig():
+            raise ValueError("ray is given and launch is local; set launch=ray, or remove ray")
         return self
 
     @model_validator(mode="after")

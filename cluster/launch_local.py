@@ -246,6 +246,10 @@ class LocalLauncher:
         if watcher is not None:
             await asyncio.wait((watcher,))
 
+    def release(self, worker_id: str) -> None:
+        """Nothing is kept for a worker of this machine once its process is gone."""
+        self._watchers.pop(worker_id, None)
+
     async def end(self, worker_id: str, grace_s: float) -> None:
         """Ends one worker as `stop` ends all of them; `on_exit` hears of it."""
         group = self._groups.get(worker_id)

@@ -44,6 +44,10 @@ class ScaleOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timeout_s: TimeLimit = None
 
 
+class CloseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /twinpool/close`: finish every request, take no new ones; the cluster is about to be stopped."""
+
+
 class Accepted(msgspec.Struct, frozen=True):
     """202: it is under way; `GET /twinpool/status` shows how far."""
 

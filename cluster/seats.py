@@ -40,7 +40,7 @@ class Seats:
     def take(self, role: Role, pool: PoolConfig) -> Seat:
         """A place for the next worker of a pool; raises `NothingFree`."""
         mine: list[int] = []
-        if not self._operator_decides(pool):
+        if not self._others_decide(pool):
             if len(self._free) < pool.tensor_parallel:
                 raise NothingFree(self._nothing_free(role, pool.tensor_parallel))
             mine, self._free = self._free[: pool.tensor_parallel], self._free[pool.tensor_parallel :]
@@ -61,9 +61,11 @@ class Seats:
 
     def count_for(self, pools: Sequence[PoolConfig]) -> int | None:
         """Devices that are dealt to these pools; None if those of one of them are not."""
-        return None if any(self._operator_decides(pool) for pool in pools) else len(self._units)
+        return None if any(self._others_decide(pool) for pool in pools) else len(self._units)
 
-    def _operator_decides(self, pool: PoolConfig) -> bool:
+    def _others_decide(self, pool: PoolConfig) -> bool:
+        if self._machine.elsewhere:
+            return True
         if self._machine.on_cpu:
             return BIND in pool.env or bool(self._machine.environ.get(BIND))
         return DEVICES in pool.env

@@ -10,9 +10,14 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 def write_document(settings: BaseModel, path: Path) -> Path:
     """Writes `settings` to `path`, which is returned. Nobody else may read it."""
-    path.touch(mode=0o600)
-    path.write_text(settings.model_dump_json(indent=2))
+    write_private(path, settings.model_dump_json(indent=2))
     return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only this user may read."""
+    path.touch(mode=0o600)
+    path.write_text(text)
 
 
 def read_document(kind: type[Settings], path: Path, what: str, advice: str, failure: type[Exception]) -> Settings:

@@ -13,13 +13,20 @@ from kvtransfer.trust.key import ClusterKey, KeyFileError, new_key, read_key, wr
 
 __all__ = [
     "ClusterKey", "Door", "KeyFileError", "call_with_key", "cluster_key", "is_network", "listens_on_tcp",
-    "new_key", "proxy_address", "read_key", "with_trust", "write_key",
+    "new_key", "proxy_address", "reached_at", "read_key", "with_trust", "write_key",
 ]  # fmt: skip
 
 
 def listens_on_tcp(config: ClusterConfig) -> bool:
     """Whether the proxy or ranks can be reached by others than this user's processes on this machine."""
     return bool(config.security.workers_host or config.transfer.bind_host)
+
+
+def reached_at(config: ClusterConfig, host: str) -> ClusterConfig:
+    """The configuration of a cluster whose workers reach this machine at an address, unless another one is given."""
+    security = config.security
+    changes = {} if security.workers_host else {"workers_host": host}
+    return config.model_copy(update={"security": security.model_copy(update=changes)})
 
 
 def with_trust(config: ClusterConfig, runtime_dir: Path) -> ClusterConfig:

@@ -8,7 +8,7 @@ from cluster.config import ClusterConfig, PoolConfig, Role
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem
-from cluster.seats import DEVICES, ROLES, Seats
+from cluster.seats import BIND, DEVICES, ROLES, Seats
 from cluster.vllm_idle_wait import VARIABLE as ENGINE_WAITS
 
 _GIB = 1 << 30
@@ -56,7 +56,7 @@ class WorkerPlanner:
     def first(self) -> list[WorkerPlan]:
         """The workers that the cluster starts with, prefill first; raises `ConfigError` when they do not fit."""
         num_gpus, wanted = len(self._machine.gpus), _num_gpus_wanted(self._config)
-        if num_gpus and wanted > num_gpus:
+        if num_gpus and wanted > num_gpus and not self._machine.elsewhere:
             raise ConfigError(
                 [
                     Problem(
@@ -73,11 +73,12 @@ class WorkerPlanner:
         """One more worker of a pool, with an id that none has had; raises `NothingFree`."""
         pool = self._config.pools.of(role)
         seat = self._seats.take(role, pool)
+        unbound = _unbound(self._config) if self._machine.elsewhere and self._machine.on_cpu else {}
         return WorkerPlan(
             worker_id=seat.worker_id,
             role=role,
             engine=_engine_options(self._config, pool, self._machine, self._kv_bytes),
-            env={**_defaults_for_environment(self._model, self._machine), **seat.env, **pool.env},
+            env={**_defaults_for_environment(self._model, self._machine), **seat.env, **unbound, **pool.env},
             cores=seat.cores,
             niceness=pool.niceness if self._machine.on_cpu else 0,
         )
@@ -113,6 +114,11 @@ def _engine_options(config: ClusterConfig, pool: PoolConfig, machine: Machine, k
         if "VLLM_CPU_KVCACHE_SPACE" not in pool.env and not machine.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             defaults["kv_cache_memory_bytes"] = kv_bytes
     return {**defaults, **config.engine, **pool.engine, "tensor_parallel_size": pool.tensor_parallel}
+
+
+def _unbound(config: ClusterConfig) -> dict[str, str]:
+    """Under Ray a claim is a number of CPUs, and says nothing about which."""
+    return {BIND: "nobind", "OMP_NUM_THREADS": str(max(1, int(config.ray.cpus_per_rank)))}
 
 
 def _split_cores(machine: Machine, num_ranks: int) -> list[tuple[int, ...]]:

@@ -52,7 +52,7 @@ from proxy.legs.vllm_leg_requests import Unsendable, describe
 from proxy.metrics import ProxyMetrics
 from proxy.placing import Placing
 from proxy.replies import Replies
-from proxy.scheduling.place import Decision, Local, PrefillOnly, Wait
+from proxy.scheduling.place import CLOSED, Decision, Local, PrefillOnly, Wait
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
 from proxy.sending import Sending
@@ -89,6 +89,7 @@ class Dispatcher:
         self.witness = Witness(metrics)
         self._replies = Replies(self._local, self.witness, pool.prefixes)
         self._held_s = 0.0
+        self._closed = False
         self._decoder = OutputDecoder()
         self._sending = Sending(pool, metrics)
         self.legs = self._sending.legs
@@ -142,11 +143,17 @@ class Dispatcher:
         if not why_not_continued(request, (), shape.local_because):
             trip.sent = []
         self.trips[request_id] = trip
-        if self.siblings.join(trip):
+        if self._closed:
+            self._decided(Decision(request_id, CLOSED))
+        elif self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
             self._placing.queue(trip)
         self._flush()
+
+    def close(self) -> None:
+        """Takes no new requests any more; those that it has go on."""
+        self._closed = True
 
     def abort(self, request_ids: Iterable[str], *, answered: bool = False) -> None:
         """Ends requests on every worker. Unknown ids have ended already.

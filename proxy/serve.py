@@ -18,9 +18,11 @@ from rich.console import Console
 from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, ensure_embedded_model
 from cluster.fleet.fleet import Fleet, WorkerDown
+from cluster.fleet.launcher import Launcher, OnExit
 from cluster.fleet.recruiting import Recruiter
 from cluster.launch_local import (
     LaunchError,
+    LocalLauncher,
     WorkerCommand,
     WorkerExit,
     make_runtime_dir,
@@ -28,15 +30,16 @@ from cluster.launch_local import (
     worker_command,
 )
 from cluster.preflight.config_checks import check_config
-from cluster.preflight.machine import Machine, detect_machine
+from cluster.preflight.machine import Machine, detect_machine, engines_use_gpus, nodes_of_a_cluster
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.security_checks import API_KEY_VARIABLE, api_keys
+from cluster.ray_launch.launcher import RayLauncher
 from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
-from cluster.trust import KeyFileError, proxy_address, with_trust
+from cluster.trust import KeyFileError, proxy_address, reached_at, with_trust
 from cluster.worker_plan import WorkerPlan, WorkerPlanner
 from proxy.api_servers.settings import api_server_commands, metrics_dir
 from proxy.listening import ListenError, listening_socket
@@ -89,7 +92,7 @@ class _Cluster:
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._lost_at_start: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
         self._exits: asyncio.Queue[WorkerDown] = asyncio.Queue()
-        self._fleet = Fleet(self._config.restart, self._on_worker_down)
+        self._fleet = Fleet(self._config.restart, self._on_worker_down, self._launcher)
         interruption = Interruption(self._stop, self._fleet.launcher.stop_now, self._config.stop_timeout_s)
         try:
             code = await self._serve_unless_stopped(interruption)
@@ -104,6 +107,11 @@ class _Cluster:
             self._console.print("twinpool: stopped, every worker is gone")
             return 128 + interruption.signal_number
         return code
+
+    def _launcher(self, on_exit: OnExit) -> Launcher:
+        if self._config.launch == "ray":
+            return RayLauncher(on_exit, self._config.ray, engines_use_gpus())
+        return LocalLauncher(on_exit)
 
     async def _serve_unless_stopped(self, interruption: Interruption) -> int:
         """A signal at any stage ends that stage at once."""
@@ -159,6 +167,10 @@ class _Cluster:
         self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
     ) -> None:
         self._runtime_dir = directory = make_runtime_dir()
+        if isinstance(self._fleet.launcher, RayLauncher):
+            node_ip = await self._fleet.launcher.connect(directory, self._screen.detail)
+            self._config = reached_at(self._config, node_ip)
+            machine = nodes_of_a_cluster(machine)
         try:
             self._config = with_trust(self._config, directory)
         except (KeyFileError, OSError) as error:
@@ -172,7 +184,11 @@ class _Cluster:
         commands = [worker_command(plan, self._config, model, directory, machine.environ) for plan in plans]
         await self._fleet.start(commands)
         for command in commands:
-            self._screen.worker_started(command.worker_id, command.log_path)
+            self._screen.worker_started(command.worker_id, self._log_of(command))
+
+    def _log_of(self, command: WorkerCommand) -> Path:
+        launcher = self._fleet.launcher
+        return launcher.started_at(command.worker_id) if isinstance(launcher, RayLauncher) else command.log_path
 
     def _recruiter(self, machine: Machine, model: str, facts: ModelFacts | None) -> Recruiter:
         """Makes workers that come while the cluster serves, as those were made that it starts with."""

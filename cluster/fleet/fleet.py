@@ -199,6 +199,7 @@ class Fleet:
     async def _forget(self, first: str) -> None:
         """Nothing is started under this id any more; what it computed on is free when nothing is left of it."""
         await self.launcher.until_gone(first)
+        self.launcher.release(first)
         self._starts.pop(first, None)
         command = self._commands.pop(first, None)
         for worker_id in [worker_id for worker_id, process in self._first_of.items() if process == first]:

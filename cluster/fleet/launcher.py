@@ -18,6 +18,9 @@ class Launcher(Protocol):
     async def until_gone(self, worker_id: str) -> None:
         """Returns when nothing is left of a worker's last process."""
 
+    def release(self, worker_id: str) -> None:
+        """It will not be started again: what was kept for that is free."""
+
     async def end(self, worker_id: str, grace_s: float) -> None:
         """Ends one worker, at the latest soon after `grace_s`; `on_exit` hears of it."""
 

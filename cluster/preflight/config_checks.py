@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.config import OWNED_ENGINE_OPTIONS, SHARED_ENGINE_OPTIONS, ClusterConfig, PoolConfig, Role
-from cluster.preflight.machine import Machine
+from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.memory.fit_checks import fit_problems, path_of
 from cluster.preflight.memory.worker_memory import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, is_count
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 from cluster.preflight.security_checks import security_problems
 from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
+from cluster.ray_launch.checks import ray_problems
 from cluster.simulated.launch import plan_simulated_workers, simulation_problems
 from cluster.worker_plan import WorkerPlan, plan_workers
 
@@ -25,6 +26,9 @@ def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | No
     """The plan of a configuration that can be started here; raises `ConfigError` with every problem found."""
     problems = [*vllm_option_problems(config, installed_vllm_options()), *port_problems(config)]
     problems += security_problems(config, machine.environ)
+    if config.launch == "ray":
+        machine = nodes_of_a_cluster(machine)
+        problems += ray_problems(config)
     if config.simulation.enabled:
         problems += [*simulation_problems(config), *slo_problems(config)]
         if problems:

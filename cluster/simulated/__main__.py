@@ -25,7 +25,7 @@ async def run_workers(settings: SimulatedSettings) -> int:
     """Runs the workers until all have left; the highest exit code."""
     stop = asyncio.Event()
     context = zmq.asyncio.Context()
-    peers = PeerExchange(context, settings.peer_bind)
+    peers = PeerExchange(context, settings.peer_bind, settings.key)
     delivering = asyncio.create_task(peers.run(), name="peers")
     hosts = [SimulatedWorker(name, settings, context, peers) for name in settings.workers]
 

@@ -42,6 +42,8 @@ class SimulatedSettings(BaseModel):
     @property
     def peer_bind(self) -> str:
         """Where this process listens for other workers."""
+        if self.transfer.bind_host:
+            return f"tcp://{self.transfer.bind_host}:0"
         return f"ipc://{self.runtime_dir}/{self.name}-kv"
 
 

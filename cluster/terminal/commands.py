@@ -22,9 +22,10 @@ from cluster.config import ClusterConfig
 from cluster.models.models_file import Models, check_access, check_models, is_models_file, load_models
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
-from cluster.preflight.machine import Machine, detect_machine
+from cluster.preflight.machine import Machine, detect_machine, nodes_of_a_cluster
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
+from cluster.terminal.background_commands import bring_up, down
 from cluster.terminal.lab_commands import lab_app, plan_command
 from cluster.terminal.memory_table import memory_table
 from cluster.terminal.model_commands import model_app
@@ -55,6 +56,15 @@ Arguments = Annotated[
         metavar="[CONFIG.yaml] [FIELD=VALUE ...]", help="A YAML file, and fields on top of it: pools.decode.replicas=2."
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run the workers on the nodes of this Ray cluster, HOST:PORT or auto; the same as launch=ray and "
+        "ray.address=...",
+    ),
+]
 
 
 @app.command()
@@ -62,6 +72,7 @@ def serve(
     arguments: Arguments = None,
     demo: Annotated[bool, typer.Option("--demo", help="Show one streamed chat when the cluster is up.")] = False,
     port: Annotated[int | None, typer.Option(help="Port of the API server; the same as server.port=...")] = None,
+    ray: RayAddress = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log events of the proxy and of vLLM.")] = False,
 ) -> None:
     """Start the workers and the API server, and serve until Ctrl-C.
@@ -71,7 +82,7 @@ def serve(
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("twinpool").setLevel(logging.INFO if verbose else logging.WARNING)
-    config = _load(arguments, port)
+    config = _load(arguments, port, ray)
     if isinstance(config, Models):
         if demo:
             fail("--demo shows a chat with one cluster; leave it out with several models", EXIT_CONFIG)
@@ -79,6 +90,23 @@ def serve(
         sys.exit(run_models(config, verbose=verbose))
     run_serve: Callable[..., int] = _load_entry(SERVE_ENTRY)
     sys.exit(run_serve(config, demo=demo, verbose=verbose))
+
+
+@app.command()
+def up(
+    arguments: Arguments = None,
+    port: Annotated[int | None, typer.Option(help="Port of the API server; the same as server.port=...")] = None,
+    ray: RayAddress = None,
+) -> None:
+    """Start a cluster in the background, wait until it serves, and print its URL.
+
+    If it is up already with this configuration, only the URL is printed.
+    """
+    config = _load(arguments, port, ray)
+    if isinstance(config, Models):
+        fail("`twinpool up` starts one cluster; start several models with `twinpool serve`", EXIT_CONFIG)
+    options = [*(("--port", str(port)) if port is not None else ()), *(("--ray", ray) if ray is not None else ())]
+    bring_up(config, [*(arguments or ()), *options])
 
 
 @config_app.command("check")
@@ -99,6 +127,8 @@ def config_check(arguments: Arguments = None) -> None:
         plans = check_config(config, machine, facts)
     except ConfigError as error:
         _refuse(error)
+    if config.launch == "ray":
+        machine = nodes_of_a_cluster(machine)
     _console().print(_plan_table(plans, machine))
     if (memory := memory_table(plans, machine, facts)) is not None:
         _console().print(memory)
@@ -121,7 +151,7 @@ def status(
         _console().print(status_tables(parsed))
 
 
-for command in (drain, role, restart, scale):
+for command in (drain, role, restart, scale, down):
     app.command()(command)
 
 
@@ -135,7 +165,7 @@ def version() -> None:
             continue
 
 
-def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig | Models:
+def _load(arguments: list[str] | None, port: int | None, ray: str | None = None) -> ClusterConfig | Models:
     """Splits the arguments into the file and the overrides, and reads both. The file says which of the two it is."""
     files = [argument for argument in arguments or [] if "=" not in argument or Path(argument).is_file()]
     overrides = [argument for argument in arguments or [] if argument not in files]
@@ -146,6 +176,8 @@ def _load(arguments: list[str] | None, port: int | None) -> ClusterConfig | Mode
         )
     if port is not None:
         overrides.append(f"server.port={port}")
+    if ray is not None:
+        overrides += ["launch=ray", f"ray.address={ray}"]
     try:
         if files and is_models_file(Path(files[0])):
             return load_models(Path(files[0]), overrides)
@@ -179,6 +211,8 @@ def _plan_table(plans: list[WorkerPlan], machine: Machine) -> Table:
         where = " | ".join(",".join(map(str, cores)) for cores in plan.cores)
         if not machine.on_cpu:
             where = plan.env.get("CUDA_VISIBLE_DEVICES", "")
+        if machine.elsewhere:
+            where = "a node of Ray"
         if plan.simulated:
             where = "simulated"
         options = "\n".join(f"{name}: {value}" for name, value in plan.engine.items())

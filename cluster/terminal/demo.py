@@ -121,6 +121,10 @@ async def _last_request(session: aiohttp.ClientSession, url: str) -> LastRequest
         await asyncio.sleep(_STATUS_RETRY_S)
 
 
+SERVING = "Serving "
+"""What the line with the URL begins with; `twinpool up` waits for it."""
+
+
 def invitation(url: str, model: str, api_key: str) -> str:
     """How to talk to the cluster: the URL, a curl line and a Python line."""
     auth = ' -H "Authorization: Bearer $API_KEY"' if api_key else ""
@@ -132,7 +136,7 @@ def invitation(url: str, model: str, api_key: str) -> str:
         f'model="{model}", messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)'
     )
     return f"""
-Serving {model} at {url}/v1 (Ctrl-C stops)
+{SERVING}{model} at {url}/v1 (Ctrl-C stops)
 
   curl {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'
 

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster.orders import Accepted, DrainOrder, Refusal, RestartOrder, RoleOrder, ScaleOrder
+from cluster.orders import Accepted, CloseOrder, DrainOrder, Refusal, RestartOrder, RoleOrder, ScaleOrder
 from cluster.status import ClusterStatus
 
 _TIMEOUT_S = 5.0
@@ -35,9 +35,10 @@ def fetch_status(url: str, api_key: str) -> tuple[bytes, ClusterStatus]:
         raise CallFailed(_nobody(endpoint, "status", str(error))) from error
 
 
-def give_order(
-    url: str, api_key: str, path: str, order: DrainOrder | RoleOrder | RestartOrder | ScaleOrder
-) -> Accepted:
+Order = DrainOrder | RoleOrder | RestartOrder | ScaleOrder | CloseOrder
+
+
+def give_order(url: str, api_key: str, path: str, order: Order) -> Accepted:
     """What the cluster will do; raises `CallFailed`, also if it refuses. `path` begins with a slash."""
     return call(f"{url.rstrip('/')}{path}", api_key, Accepted, "POST", msgspec.json.encode(order))
 

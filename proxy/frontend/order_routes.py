@@ -7,14 +7,24 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from cluster.orders import SCALE_PATH, Accepted, DrainOrder, Refusal, RefusalText, RestartOrder, RoleOrder, ScaleOrder
+from cluster.orders import (
+    SCALE_PATH,
+    Accepted,
+    CloseOrder,
+    DrainOrder,
+    Refusal,
+    RefusalText,
+    RestartOrder,
+    RoleOrder,
+    ScaleOrder,
+)
 from proxy.workers.administration import Administration, OrderRefused
 
-Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder, ScaleOrder)
+Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder, ScaleOrder, CloseOrder)
 
 
-def add_order_routes(app: FastAPI, administration: Administration) -> None:
-    """Who may give orders is not decided here (`key_guard`)."""
+def add_order_routes(app: FastAPI, administration: Administration, close: Callable[[], None]) -> None:
+    """`close` ends admissions. Who may give orders is not decided here (`key_guard`)."""
 
     async def carry_out(request: Request, kind: type[Order], act: Callable[[Order], Accepted]) -> Response:
         try:
@@ -40,6 +50,14 @@ def add_order_routes(app: FastAPI, administration: Administration) -> None:
     @app.post(SCALE_PATH)
     async def scale(request: Request) -> Response:
         return await carry_out(request, ScaleOrder, administration.scale)
+
+    @app.post("/twinpool/close")
+    async def close_cluster(request: Request) -> Response:
+        def act(_order: CloseOrder) -> Accepted:
+            close()
+            return Accepted("the cluster finishes what it has and takes no new requests", [], 0.0)
+
+        return await carry_out(request, CloseOrder, act)
 
 
 def _refusal(code: int, message: str) -> Refusal:

@@ -225,7 +225,7 @@ class VllmServer:
             body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
             return Response(body, media_type="application/json")
 
-        add_order_routes(app, administration)
+        add_order_routes(app, administration, client.dispatcher.close)
 
     async def _probe(self, num_tokens: int) -> None:
         """One generation for `/ready`."""

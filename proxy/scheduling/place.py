@@ -88,6 +88,9 @@ class Reject:
     """When it is worth trying again; None: not known."""
 
 
+CLOSED = Reject(503, "closed", "this cluster is being stopped and takes no new requests.", 30.0)
+"""Its successor may be there by then."""
+
 Placement = Remote | PrefillOnly | Local | Wait | Reject
 
 

@@ -31,7 +31,7 @@ def fit_problems(
     workers = [(plan, worker_memory(plan, machine, model)) for plan in plans]
     problems = [problem for plan, worker in workers for problem in _given_kv_problems(config, plan, machine, worker)]
     if machine.on_cpu:
-        return [*problems, *_machine_problems(workers, machine)]
+        return [*problems, *(() if machine.elsewhere else _machine_problems(workers, machine))]
     for plan, worker in workers:
         problems += _gpu_problems(config, plan, worker, model)
     return [*problems, *_shared_gpu_problems(workers)]

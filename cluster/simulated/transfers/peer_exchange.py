@@ -1,5 +1,6 @@
 """How simulated workers reach each other: a process listens on one socket and has one to each that it writes to."""
 
+import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
@@ -12,6 +13,7 @@ import zmq.asyncio
 from cluster.frames import BadFrame, reader
 from cluster.simulated.transfers.exports import Letter
 from cluster.simulated.transfers.messages import Failed, PeerMessage, Wanted
+from cluster.trust import ClusterKey, Door, call_with_key, is_network
 
 log = logging.getLogger("twinpool.simulated")
 
@@ -23,8 +25,8 @@ _QUEUE = 10_000
 class PeerExchange:
     """All of a process's letters. Made and used on one event loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, bind: str) -> None:
-        """Binds at once. Raises `zmq.ZMQError`."""
+    def __init__(self, context: zmq.asyncio.Context, bind: str, key: ClusterKey | None = None) -> None:
+        """Binds at once. Raises `zmq.ZMQError`. Over tcp only who holds the key is listened to."""
         self.bad_frames = 0
         self._context = context
         self._mailboxes: dict[str, Callable[[PeerMessage], None]] = {}
@@ -34,6 +36,8 @@ class PeerExchange:
         self._inbox = context.socket(zmq.PULL)
         self._inbox.setsockopt(zmq.LINGER, 0)
         self._inbox.setsockopt(zmq.RCVHWM, _QUEUE)
+        self._key = key
+        self._door = Door(context, self._inbox, key if is_network(bind) else None)
         self._inbox.bind(bind)
         self.address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -58,6 +62,7 @@ class PeerExchange:
             peer = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.SNDHWM, _QUEUE)
+            call_with_key(peer, address, self._key)
             peer.connect(address)
             self._peers[address] = peer
             if len(self._peers) > _MAX_PEERS:
@@ -67,6 +72,20 @@ class PeerExchange:
 
     async def run(self) -> None:
         """Delivers letters until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._deliver())
+            if self._door.sockets:
+                tasks.create_task(self._attend_door())
+
+    async def _attend_door(self) -> None:
+        poller = zmq.asyncio.Poller()
+        for socket in self._door.sockets:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            await poller.poll()
+            self._door.attend()
+
+    async def _deliver(self) -> None:
         while True:
             frame = await self._inbox.recv()
             try:
@@ -85,4 +104,5 @@ class PeerExchange:
         """Closes every socket."""
         for peer in self._peers.values():
             peer.close()
+        self._door.close()
         self._inbox.close()

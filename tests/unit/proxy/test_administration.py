@@ -237,6 +237,8 @@ async def test_without_a_launcher_nobody_is_restarted(tmp_path: Path) -> None:
         ("/admin/scale", '{"pool":"decode","replicas":0}', "sesame", 409, "leave at least one"),
         ("/admin/scale", '{"pool":"decode","replicas":2}', "", 401, "the API key"),
         ("/admin/scale", '{"pool":"decode","replicas":-1}', "sesame", 400, "replicas"),
+        ("close", "", "sesame", 202, "takes no new requests"),
+        ("close", "", "", 401, "the API key"),
     ],
 )
 async def test_orders_need_the_key_and_name_what_is_wrong(
@@ -244,7 +246,7 @@ async def test_orders_need_the_key_and_name_what_is_wrong(
 ) -> None:
     async with administered(tmp_path) as (_cluster, administration, _control):
         app = FastAPI()
-        add_order_routes(app, administration)
+        add_order_routes(app, administration, lambda: None)
         ask_for_key(app, AuthenticationMiddleware(app, ["sesame"]).verify_token, lambda: None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:

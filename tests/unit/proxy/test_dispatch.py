@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import RequestOutputKind
 
 from cluster import messages
@@ -372,6 +373,20 @@ async def test_shutting_down_ends_every_request_with_an_error(tmp_path: Path) ->
         for collector in collectors:
             assert (await failure(cluster, collector)).message == "The server is shutting down"
         await until(lambda: not cluster["decode-0"].running and not cluster["prefill-0"].running)
+
+
+async def test_a_closed_cluster_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+    async with mini_cluster(tmp_path) as cluster:
+        cluster["prefill-0"].gate.clear()
+        collector = await cluster.add(cluster.request())
+        cluster.client.dispatcher.close()
+        with pytest.raises(GracefulHTTPError) as caught:
+            await read(await cluster.add(cluster.request()))
+        assert (caught.value.http_status, "being stopped" in caught.value.message) == (503, True)
+        cluster["prefill-0"].gate.set()
+        assert (await read(collector)).tokens[0] == generate(PROMPT, 5)
+        cluster.assert_idle()
+        assert cluster.metric("requests_rejected_total", slo_class="default", reason="closed") == 1
 
 
 # ------------------------------------------------------------------------------------------------ hostile messages
