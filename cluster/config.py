@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from cluster.autoscale_config import AutoscaleConfig
 from cluster.config_node import ConfigNode, one_or_many
 from cluster.ray_launch.config import RayConfig
-from cluster.security_config import SecurityConfig, one_address
+from cluster.security_config import RateLimitsConfig, SecurityConfig, one_address
 
 Role = Literal["prefill", "decode"]
 LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]
@@ -185,6 +185,9 @@ class ServerConfig(ConfigNode):
         default=False,
         description="Serve on an address that other machines reach although no API key is set: something in front of "
         "it decides who may.",
+    )
+    rate_limits: RateLimitsConfig = Field(
+        default_factory=RateLimitsConfig, description="How much one API key may ask for in a minute."
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="vLLM's frontend flags by name, e.g. api_key, enable_auto_tool_choice."

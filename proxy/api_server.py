@@ -112,7 +112,7 @@ async def run_api_server(
         ready = await unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
         if ready is not None:
             supervised = (exits, *pool.tasks, *(hub.tasks if hub is not None else ()))
-            settings = dispatch_settings(config, server.on_gpu)
+            settings = dispatch_settings(config, server.on_gpu, server.asks_for_key)
             await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop, hub)
     except (SocketAddressError, KeyFileError) as error:
         raise ProxyStartError(str(error)) from error

@@ -46,6 +46,7 @@ from proxy.flights.recent_handovers import RecentHandovers
 from proxy.flights.siblings import Siblings
 from proxy.flights.trip import Trip, new_flight
 from proxy.health.progress import Progress
+from proxy.key_budgets import KeyBudgets
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder, is_plain, leg_event, scheduled_ago_s
 from proxy.legs.vllm_leg_requests import Unsendable, describe
@@ -93,6 +94,7 @@ class Dispatcher:
         self._decoder = OutputDecoder()
         self._sending = Sending(pool, metrics)
         self.legs = self._sending.legs
+        self._budgets = KeyBudgets(settings, metrics)
         self._placing = Placing(
             settings.policy, pool.prefixes.index, pool.roster, pool.adapters.holdings, self._decided
         )
@@ -145,6 +147,9 @@ class Dispatcher:
         self.trips[request_id] = trip
         if self._closed:
             self._decided(Decision(request_id, CLOSED))
+        elif over := self._budgets.charge(trip, self.trips.get(self.siblings.leader_of(trip.group))):
+            self._tell_failure(trip, 429, over)
+            self._feed(trip, Aborted())
         elif self.siblings.join(trip):
             self._let_follow(trip.group)
         else:
@@ -443,5 +448,6 @@ class Dispatcher:
         self._placing.forget(trip)
         if self.trips.pop(trip.request_id, None) is not None:
             self.witness.ended(trip)
+            self._budgets.settle(trip)
         self._sending.expect_late_news(trip)
         self._inherit(self.siblings.leave(trip))

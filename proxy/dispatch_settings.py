@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
+from cluster.security_config import RateLimitsConfig
 from proxy.scheduling.place import Policy
 
 GPU_BREAK_EVEN_TOKENS = 2048
@@ -11,6 +12,7 @@ CPU_BREAK_EVEN_TOKENS = 64
 GPU_PREFILL_TOKENS_PER_S, GPU_DECODE_STEP_S = 8000.0, 0.02
 CPU_PREFILL_TOKENS_PER_S, CPU_DECODE_STEP_S = 900.0, 0.04
 """Starting points, corrected by what workers do: a 70B model on a few large GPUs, the embedded one on one core."""
+NO_LIMITS = RateLimitsConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,12 @@ class DispatchSettings:
     """How often prefill workers are told which leases are still wanted."""
     max_losses: int = 3
     """So many workers lost in a row without a new token in between, and a request fails."""
+    rate_limits: RateLimitsConfig = NO_LIMITS
+    keys_are_checked: bool = False
+    """Who sends a key has been given it."""
 
 
-def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
+def dispatch_settings(config: ClusterConfig, on_gpu: bool, keys_are_checked: bool = False) -> DispatchSettings:
     """From the configuration; `auto` means the break-even of the workers' devices."""
     given = config.scheduling
     threshold, tokens_per_s, step_s = (
@@ -51,4 +56,6 @@ def dispatch_settings(config: ClusterConfig, on_gpu: bool) -> DispatchSettings:
         absent_timeout_s=config.scheduling.absent_timeout_s,
         hold_every_s=config.transfer.beat_s,
         max_losses=config.scheduling.max_losses,
+        rate_limits=config.server.rate_limits,
+        keys_are_checked=keys_are_checked,
     )

@@ -42,6 +42,9 @@ class ProxyMetrics:
             "migrations", "Answers continued at other workers after one was lost, by the kind of loss.", "cause"
         )
         self.failed = counter("requests_failed", "Requests answered with an error of the cluster.", "status", "cause")
+        self.rate_limited = counter(
+            "rate_limited", "Requests over a limit of server.rate_limits, by the name of the limits.", "limits", "limit"
+        )
         self.handovers = counter("handovers", "Hand-overs ended, by outcome.", "outcome")
         self.handover_failures = counter(
             "handover_failures", "Hand-overs that ended in recompute, by the kind of failure that rank 0 saw.", "kind"
@@ -215,6 +218,10 @@ class ProxyMetrics:
         for metric in vars(self).values():
             if isinstance(metric, Counter | Gauge | Histogram):
                 forget_worker(metric, worker_id)
+
+    def observe_rate_limited(self, limits: str, limit: str) -> None:
+        """Counts a request over a limit; `limits`: their name, never a key."""
+        self.rate_limited.labels(limits, limit).inc()
 
     def observe_refused(self, refused: Mapping[str, Mapping[str, int]]) -> None:
         """Connections that were turned away, by listener and reason."""

@@ -11,6 +11,7 @@ from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
 from proxy.slo.party import Party
+from proxy.slo.rate_limits import NOTHING, Reservation
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Trip:
     """Names the siblings of an `n > 1` request; empty otherwise."""
     choices: int = 1
     """`n`: how many siblings there are or will be, this one included."""
+    reserved: Reservation = NOTHING
+    """Of its key's tokens per minute."""
     party: Party | None = None
     """How the siblings fare together."""
     legs: dict[LegKind, str] = field(default_factory=dict)

@@ -141,6 +141,15 @@ class VllmServer:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._args.port}"
 
     @property
+    def asks_for_key(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self._keys)
+
+    @property
+    def _keys(self) -> list[str]:
+        return [key for key in (self._args.api_key or [envs.VLLM_API_KEY]) if key]
+
+    @property
     def on_gpu(self) -> bool:
         """Whether the workers' devices are GPUs (as this machine sees them)."""
         return bool(current_platform.is_cuda_alike())
@@ -315,7 +324,7 @@ class VllmServer:
         app: FastAPI = build_app(args, tasks, llm.model_config)
         drop_unguarded_routes(app)
         find_standings(app, self._slo)
-        if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
+        if keys := self._keys:
             ask_for_key(app, AuthenticationMiddleware(app, keys).verify_token, self._metrics.without_key.inc)
         name_the_routes(app)
         await init_app_state(llm, app.state, args, tasks)

@@ -112,7 +112,9 @@ class MiniFrontEnd:
 class MiniCluster(MiniFrontEnd):
     """Workers, dispatcher, and the front end beside it."""
 
-    def __init__(self, address: str, policy: Policy, reserve_at_start: bool, max_losses: int = 3) -> None:
+    def __init__(
+        self, address: str, policy: Policy, reserve_at_start: bool, max_losses: int = 3, **more_settings: Any
+    ) -> None:
         self.address = address
         self.exchange = Exchange()
         self.workers: dict[str, FakeWorker] = {}
@@ -121,7 +123,7 @@ class MiniCluster(MiniFrontEnd):
         roster = Roster(frozenset({MODEL}), DEAD_AFTER_S, ("prefill-0", "decode-0"))
         metrics = ProxyMetrics(self.registry)
         self.pool = WorkerPool(address, roster, liveness, metrics)
-        settings = DispatchSettings(policy, reserve_at_start, 0.5, 0.5, 0.1, max_losses)
+        settings = DispatchSettings(policy, reserve_at_start, 0.5, 0.5, 0.1, max_losses, **more_settings)
         self.client = ClusterClient(self.pool, settings, metrics, num_engines=2)
         super().__init__(self.client)
 
@@ -246,10 +248,11 @@ async def mini_cluster(
     prefill_from: int = 4,
     max_losses: int = 3,
     max_queued_requests: int = 1000,
+    **more_settings: Any,
 ) -> AsyncIterator[MiniCluster]:
     """A cluster with these workers, by default one of each role."""
     policy = Policy(prefill_from, on_no_prefill, max_queued_requests)
-    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", policy, reserve_at_start, max_losses)
+    cluster = MiniCluster(f"ipc://{tmp_path}/proxy", policy, reserve_at_start, max_losses, **more_settings)
     try:
         await cluster.join(*(worker_ids or ("prefill-0", "decode-0")))
         yield cluster
