@@ -1,6 +1,7 @@
 """How long engine steps take: bounds from FLOP/s and bandwidth, and expectations from what is reached of them. Pure."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from cluster.preflight.memory.model_shape import ModelShape
 from cluster.preflight.memory.rank_memory import EXPECTED_ACTIVATION_BYTES, RankMemory
@@ -53,7 +54,7 @@ class Steps:
     def weights_per_gpu_bytes(self) -> float:
         return self.model.bytes_of_weights(self.weight_bytes) / self.tensor_parallel
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> float:
         """Per GPU."""
         return self.model.kv_bytes_per_token(self.kv_bytes, self.tensor_parallel)

@@ -241,8 +241,8 @@ class DecodeWorker:
                 yield self._wake
                 continue
             stepped = self._active[:MAX_SEQUENCES]
-            chunks = share(self._local, self._local_chunk)
-            tokens, already = together(chunks)
+            chunks = share(self._local, self._local_chunk) if self._local else []
+            tokens, already = together(chunks) if chunks else (0, 0)
             context = self._context_tokens / len(self._active) if self._active else 0
             seconds = self.steps.step_s(len(stepped), context, tokens, already)
             self.busy_s += seconds

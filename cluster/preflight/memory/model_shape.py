@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -72,7 +73,7 @@ class ModelShape:
     def _feed_forward(self, width: int) -> int:
         return 3 * self.hidden * width
 
-    @property
+    @cached_property
     def dense_weights(self) -> int:
         """All that every token uses, the output layer included, the input embedding not."""
         experts = self.experts
@@ -84,19 +85,19 @@ class ModelShape:
             weights += sparse * (experts.shared * self._feed_forward(experts.width) + self.hidden * experts.total)
         return weights + self.vocabulary * self.hidden + self.hidden
 
-    @property
+    @cached_property
     def expert_weights(self) -> int:
         """Of one expert, over all layers that have experts."""
         experts = self.experts
         return (self.layers - experts.first_dense_layers) * self._feed_forward(experts.width) if experts else 0
 
-    @property
+    @cached_property
     def weights(self) -> int:
         """All of them."""
         total = self.dense_weights + (0 if self.ties_embeddings else self.vocabulary * self.hidden)
         return total + (self.experts.total * self.expert_weights if self.experts else 0)
 
-    @property
+    @cached_property
     def active_weights(self) -> int:
         """That one token is multiplied with."""
         return self.dense_weights + (self.experts.per_token * self.expert_weights if self.experts else 0)

@@ -50,7 +50,8 @@ def fit_costs(records: Sequence[Record], setup: Setup) -> FittedCosts:
     parts = _solve(np.array([*gaps, *alone]))
     base_s, token_s, pair_s, sequence_s, kv_token_s = map(float, parts[:_BESIDE])
     engine = FittedSteps(base_s, token_s, pair_s, sequence_s, kv_token_s)
-    return FittedCosts(engine, float(parts[_BESIDE]), _handover_s(whole, timelines[0], setup, engine))
+    handover_s = 0.0 if setup.replicas else _handover_s(whole, timelines[0], setup, engine)
+    return FittedCosts(engine, float(parts[_BESIDE]), handover_s)
 
 
 def _server(record: Record, setup: Setup) -> int:
@@ -102,8 +103,6 @@ def _is_local(record: Record, setup: Setup) -> bool:
 
 def _handover_s(whole: Sequence[Record], timeline: Timeline, setup: Setup, engine: FittedSteps) -> float:
     """Median over requests that were handed over; not below 0."""
-    if setup.replicas:
-        return 0.0
     found = []
     for record in whole:
         if record.gaps_s and not _is_local(record, setup):

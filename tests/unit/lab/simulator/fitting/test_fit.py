@@ -93,6 +93,16 @@ def test_what_tells_too_little_is_said() -> None:
     assert "lower rate" in why_not["a"]
 
 
+def test_a_replica_that_got_no_request_is_no_problem() -> None:
+    odd = [replace_session(record, 2 * i + 1) for i, record in enumerate(measured("side by side", 0.8, 1))]
+    assert fit_costs(odd, Setup(512, replicas=2)).engine.base_s == pytest.approx(ENGINE.base_s, rel=0.1)
+
+
+def replace_session(record: Record, session: int) -> Record:
+    record.session = session
+    return record
+
+
 def simulated(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["lab", "simulate", *arguments], env={"COLUMNS": "200"})
 
