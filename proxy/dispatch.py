@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import zmq
@@ -53,6 +54,7 @@ from proxy.legs.vllm_leg_requests import Unsendable, describe
 from proxy.metrics import ProxyMetrics
 from proxy.placing import Placing
 from proxy.replies import Replies
+from proxy.scaling.observe import prompt_alone_s
 from proxy.scheduling.place import CLOSED, Decision, Local, PrefillOnly, Wait
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
@@ -100,7 +102,7 @@ class Dispatcher:
         )
         self.scheduler = self._placing.scheduler
         self.meter = self.witness.meter
-        self.witness.prompt_alone_s = self.scheduler.books.pools.average.prefill_s
+        self.witness.prompt_alone_s = partial(prompt_alone_s, self.scheduler)
         pool.listen(self)
         self._placing.look_at_workers()
 

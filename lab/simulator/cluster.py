@@ -11,6 +11,7 @@ from lab.load.work import WorkClass
 from lab.simulator.costs import Costs, StepTimes
 from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request, record_of
 from proxy.scaling.meter import Meter
+from proxy.scaling.observe import prompt_alone_s
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote
 from proxy.scheduling.prompt_hashes import PromptHashes
 from proxy.scheduling.scheduler import Scheduler
@@ -272,7 +273,7 @@ class SimulatedCluster:
 
     def _began(self, request: Request) -> None:
         if len(request.gaps_s) == 0 and request.ttft_s is not None:
-            alone_s = self._scheduler.books.pools.average.prefill_s(request.shape.num_prompt_tokens)
+            alone_s = prompt_alone_s(self._scheduler, request.shape.num_prompt_tokens)
             self.meter.first_token(request.ttft_s, request.shape.standing.slo.ttft_s, alone_s)
 
     def _hand_over(self, request: Request, num_tokens: int) -> simpy.events.ProcessGenerator:

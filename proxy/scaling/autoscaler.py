@@ -78,8 +78,8 @@ class _Feedback:
 
     extra: int = 0
     """Workers beyond those computed."""
-    computed: int = 0
-    """At the time."""
+    level: float = 0.0
+    """Of the load, at the time."""
     share: float = 1.0
     """That missed its target before the last of them came."""
     useless: bool = False
@@ -112,7 +112,8 @@ class Autoscaler:
         self._at_once = Level(rules.hold_s)
         """Requests for which decode workers must have room."""
         self._pools: dict[Role, _Pool] = {role: _Pool() for role in ROLES}
-        self._hopeless = _Misses()
+        self._hopeless: deque[tuple[float, _Misses]] = deque()
+        """By time: answers that began, and those of them that no number of workers could have had in time."""
 
     def decide(self, look: Look) -> Decision:
         """Called every `every_s` or so, with everything since the last call."""
@@ -153,10 +154,10 @@ class Autoscaler:
         on_the_way = sum(batch.requests for batch in look.batches) - running
         requests = running + min(on_the_way, look.pools["prefill"].serving) + look.waiting_for_decode
         self._at_once.add(look.seconds, requests)
-        self._hopeless.total += look.measured.first_tokens + look.measured.hopeless
-        self._hopeless.missed += look.measured.hopeless
-        if self._hopeless.total > 1000:
-            self._hopeless = _Misses(self._hopeless.total // 2, self._hopeless.missed // 2)
+        began = look.measured.first_tokens + look.measured.hopeless
+        self._hopeless.append((self._now_s, _Misses(began, look.measured.hopeless)))
+        while self._hopeless[0][0] < self._now_s - rules.hold_s:
+            self._hopeless.popleft()
         # A miss of the first token counts for the pool that is short of room.
         decode_is_full = look.waiting_for_decode > 0
         for role, (total, missed) in {
@@ -208,6 +209,12 @@ class Autoscaler:
         grow = max(late, workers(self._at_once.over(window_s), 1.0))
         return _Need(1, 1, 1).or_more(late, grow, workers(self._at_once.over(hold_s) * (1 + self._rules.margin), 2.0))
 
+    def _level(self, role: Role) -> float:
+        """How much is asked of a pool, in a unit of its own."""
+        if role == "decode":
+            return self._at_once.over(self._rules.hold_s)
+        return sum(kind.load.over(self._rules.hold_s).mean for kind in self._classes.values())
+
     # -------------------------------------------------------------------------------------- what becomes of it
 
     def _size(self, role: Role, look: Look, need: _Need) -> tuple[int, str, str]:
@@ -219,7 +226,8 @@ class Autoscaler:
                 pool.grown_at_s = self._now_s
             pool.count, pool.changed_at_s, pool.misses = now, self._now_s, _Misses()
         feedback = pool.feedback
-        if (feedback.extra or feedback.useless) and abs(need.keep - feedback.computed) > max(1, feedback.computed // 4):
+        level = self._level(role)
+        if (feedback.extra or feedback.useless) and not feedback.level / 2 <= level <= feedback.level * 1.5:
             feedback = pool.feedback = _Feedback()  # that was another load
         # What waits since before the pool grew says nothing about its size now.
         caught_up = look.queued_prefill_s <= look.pools["prefill"].serving * min(self._classes, default=0.0)
@@ -235,7 +243,7 @@ class Autoscaler:
                 feedback.useless, feedback.extra = True, 0
             elif not feedback.useless and now <= need.grow + feedback.extra:
                 missing = f"{100 * share:.0f} % of answers miss the target for {_target(role)}"
-                feedback.extra, feedback.computed, feedback.share = feedback.extra + 1, need.keep, share
+                feedback.extra, feedback.level, feedback.share = feedback.extra + 1, level, share
         need = need.plus(feedback.extra)
         useless = (
             f"more {role} workers did not help with answers that miss the target for {_target(role)}"
@@ -300,7 +308,8 @@ class Autoscaler:
     def _infeasible(self, look: Look) -> list[str]:
         """What no number of workers helps."""
         warnings = []
-        hopeless = self._hopeless
+        seen = [each for _, each in self._hopeless]
+        hopeless = _Misses(sum(each.total for each in seen), sum(each.missed for each in seen))
         if hopeless.total >= FEWEST and hopeless.missed > hopeless.total * (1 - self._rules.goal):
             share = hopeless.missed / hopeless.total
             warnings.append(

@@ -17,7 +17,10 @@ class Arrivals:
     """Who cannot be in time goes behind the others, or is refused."""
     count: int
     prefill_s: tuple[float, ...]
-    """For each of them (or a sample, `count` of which it stands for): how long a prefill worker computes its prompt."""
+    """How long a prefill worker computes the prompt of each, or of a sample that stands for all `count`.
+
+    Empty as long as that is not known.
+    """
 
 
 @dataclass(frozen=True, slots=True)

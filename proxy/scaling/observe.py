@@ -6,10 +6,22 @@ from proxy.scaling.look import Arrivals, Batch, Look, Measured, PoolSize
 from proxy.scheduling.scheduler import Scheduler
 from proxy.scheduling.view import Role
 
+SAMPLES_TO_BELIEVE = 12
+"""Prefills that were watched before what is known of their speed says how many workers are needed."""
+
+
+def prompt_alone_s(scheduler: Scheduler, num_tokens: int) -> float:
+    """How long a prompt takes a worker that has nothing else to do; 0 as long as that is not known."""
+    average = scheduler.books.pools.average
+    return average.prefill_s(num_tokens) if average.num_samples >= SAMPLES_TO_BELIEVE else 0.0
+
 
 def look_at(scheduler: Scheduler, measured: Measured, pools: Mapping[Role, PoolSize], seconds: float) -> Look:
     """Everything since the last look, which was `seconds` ago."""
     demand = scheduler.demand.take()
+    average = scheduler.books.pools.average
+    # Before that, it is what was configured: wrong by factors, and so would be the number of workers.
+    is_known = average.num_samples >= SAMPLES_TO_BELIEVE
     return Look(
         seconds=seconds,
         pools=pools,
@@ -19,12 +31,12 @@ def look_at(scheduler: Scheduler, measured: Measured, pools: Mapping[Role, PoolS
                 asked.slo.itl_s,
                 asked.slo.on_overload != "queue",
                 asked.count,
-                tuple(asked.prefill_s),
+                tuple(average.prefill_s(tokens) for tokens in asked.prompt_tokens) if is_known else (),
             )
             for asked in demand.by_class.values()
         ),
         prefill_share=demand.prefill_share,
-        queued_prefill_s=scheduler.queued_prefill_s * demand.prefill_share,
+        queued_prefill_s=scheduler.queued_prefill_s * demand.prefill_share if is_known else 0.0,
         waiting_for_decode=scheduler.num_waiting_for_decode,
         batches=tuple(
             Batch(

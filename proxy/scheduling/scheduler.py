@@ -115,7 +115,7 @@ class Scheduler:
         deadline_s = arrived_s + shape.standing.slo.ttft_s
         self._seq += 1
         entry = Entry(request_id, shape, self._seq, arrived_s, now_s, deadline_s, prefill_s, share_s)
-        self.demand.arrived(shape.standing.slo, prefill_s)
+        self.demand.arrived(shape.standing.slo, shape.num_prompt_tokens)
         self._enqueue(entry, now_s)
         if request_id in self._waiting:
             self._fresh[request_id] = None

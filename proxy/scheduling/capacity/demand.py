@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from proxy.scheduling.slo import PROBE, SloClass
 
 SAMPLED = 64
-"""Prompts of a class whose work is kept one by one between two looks."""
+"""Prompts of a class whose lengths are kept one by one between two looks."""
 FADES = 0.8
 """What is remembered, at each look, of the looks before it."""
 
@@ -16,8 +16,8 @@ class Asked:
 
     slo: SloClass
     count: int = 0
-    prefill_s: list[float] = field(default_factory=list)
-    """Of the first `SAMPLED` prompts, computed by a worker of average speed that has nothing of them cached."""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """Of the first `SAMPLED` prompts."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Demand:
     _placed_s: float = 0.0
     _computed_s: float = 0.0
 
-    def arrived(self, slo: SloClass, prefill_s: float) -> None:
+    def arrived(self, slo: SloClass, prompt_tokens: int) -> None:
         """A request was added."""
         if slo.name == PROBE.name:
             return
@@ -36,8 +36,8 @@ class Demand:
         if asked is None:
             asked = self.by_class[slo.name] = Asked(slo)
         asked.count += 1
-        if len(asked.prefill_s) < SAMPLED:
-            asked.prefill_s.append(prefill_s)
+        if len(asked.prompt_tokens) < SAMPLED:
+            asked.prompt_tokens.append(prompt_tokens)
 
     def placed(self, prefill_s: float, computed_s: float) -> None:
         """A request was placed; prefill workers compute (or would, if one were free) `computed_s` of its prompt."""

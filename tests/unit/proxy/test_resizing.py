@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import Role
@@ -15,6 +15,7 @@ from cluster.seats import NothingFree
 from cluster.status import LaunchNote
 from proxy.workers.administration import OrderRefused
 from proxy.workers.resizing import Members, members
+from proxy.workers.rolling_restart import RollingTimes
 from proxy.workers.roster import Roster
 from tests.unit.proxy.fake_worker import generate
 from tests.unit.proxy.mini_cluster import PROMPT, MiniCluster, read, until
@@ -73,6 +74,7 @@ def test_who_is_not_up_leaves_before_anybody_who_serves() -> None:
     assert pool_of(roster("decode-0", "decode-1")).least_needed(3, {}) == ["decode-3", "decode-2", "decode-1"]
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(["await", "join", "remove"]), max_size=40), st.randoms(use_true_random=False))
 def test_a_number_is_never_given_to_two_workers(steps: list[str], random: object) -> None:
     known, seen = roster("decode-0", expected=("decode-0", "decode-1")), {}
@@ -187,7 +189,8 @@ async def test_who_is_away_is_started_again_before_anybody_new_and_removed_if_no
 
 
 async def test_who_does_not_leave_in_time_is_ended(tmp_path: Path) -> None:
-    async with administered(tmp_path) as (cluster, administration, control):
+    times = RollingTimes(drain_timeout_s=5, start_timeout_s=5, stop_s=0.05)
+    async with administered(tmp_path, times=times) as (cluster, administration, control):
         for worker_id in ("decode-0", "decode-1"):
             cluster[worker_id]._tasks[2].cancel()  # it never says goodbye
         (leaver,) = administration.scale(ScaleOrder("decode", 1, timeout_s=0.05)).workers

@@ -60,11 +60,16 @@ async def test_it_sees_what_clients_asked_for_and_got(tmp_path: Path) -> None:
             "prefill": (2, 0),
             "decode": (2, 0),
         }
-        assert [(arrivals.count, len(arrivals.prefill_s)) for arrivals in look.arrivals] == [(3, 3)]
+        (arrivals,) = look.arrivals
+        assert (arrivals.count, arrivals.prefill_s) == (3, ()), "three prompts tell too little of a worker's speed"
         assert (look.measured.first_tokens, look.measured.late, look.measured.streams) == (3, 0, 3)
         assert len(look.batches) == 2
+        for _ in range(12):
+            await read(await cluster.add(cluster.request()))
+        await until(lambda: not cluster.client.dispatcher.trips)
         steering.look(5.0, 10.0)
-        assert script.seen[1].arrivals == (), "each look sees what came since the last"
+        (arrivals,) = script.seen[1].arrivals
+        assert (arrivals.count, len(arrivals.prefill_s)) == (12, 12), "what came since the last look"
 
 
 async def test_it_starts_removes_and_converts_workers(tmp_path: Path) -> None:

@@ -181,6 +181,22 @@ def test_if_that_does_not_help_it_is_taken_back_and_said() -> None:
     assert "more prefill workers did not help" in decisions[-1].warnings[-1]
 
 
+def test_workers_that_misses_brought_leave_with_the_load() -> None:
+    situation = Situation(sizes={"prefill": 2, "decode": 1})
+    situation.live(RULES.hold_s, 5)
+    situation.live(RULES.window_s, 5, measured=Measured(50, 20, 0, 50, 20))
+    assert situation.sizes == {"prefill": 3, "decode": 2}
+    situation.live(2 * RULES.hold_s, 0, 0)
+    assert situation.sizes == {"prefill": 1, "decode": 1}
+
+
+def test_as_long_as_nobody_knows_how_long_prompts_take_only_misses_bring_workers() -> None:
+    autoscaler, situation = Autoscaler(RULES), Situation()
+    look = situation.look(40, 4)
+    unknown = replace(look, arrivals=tuple(replace(each, prefill_s=()) for each in look.arrivals))
+    assert {autoscaler.decide(unknown).want["prefill"] for _ in range(30)} == {1}
+
+
 def test_what_is_turned_away_while_decode_workers_are_full_makes_no_prefill_workers() -> None:
     situation = Situation(sizes={"prefill": 3, "decode": 1})
     situation.live(RULES.hold_s, 5)
