@@ -31,6 +31,14 @@ def ray_problems(config: ClusterConfig) -> list[Problem]:
                 "Remove it",
             )
         )
+    if config.simulation.enabled and config.simulation.workers_per_process > 1:
+        problems.append(
+            Problem(
+                "simulation.workers_per_process",
+                f"found {config.simulation.workers_per_process}; workers of one process would all be on one node",
+                "Set it to 1",
+            )
+        )
     for role in _ROLES:
         problems += _pool_problems(config, role)
     return list(dict.fromkeys(problems))

@@ -41,6 +41,13 @@ def test_what_ray_decides_is_not_given_by_hand(override: str, field: str) -> Non
     assert [problem.field for problem in ray_problems(configured(override))] == [field]
 
 
+@pytest.mark.usefixtures("with_ray")
+def test_simulated_workers_have_processes_of_their_own() -> None:
+    (problem,) = ray_problems(configured("engine=simulated"))
+    assert problem.field == "simulation.workers_per_process"
+    assert ray_problems(configured("engine=simulated", "simulation.workers_per_process=1")) == []
+
+
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "here:"])
 def test_an_address_must_be_of_a_cluster_that_this_machine_is_in(address: str) -> None:
     with pytest.raises(ConfigError, match=r"ray\.address"):
