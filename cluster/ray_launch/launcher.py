@@ -44,6 +44,8 @@ from cluster.ray_launch.messages import (
 
 log = logging.getLogger("twinpool.launcher")
 
+LISTENS_S = 5.0
+"""For the head of the Ray cluster to take a connection."""
 CONNECT_S = 60.0
 """For Ray's client to be imported and to find the cluster."""
 ACTOR_S = 90.0
@@ -100,6 +102,7 @@ class RayLauncher:
         if self._stopping:
             raise LaunchError("the launcher is stopping and starts no more workers")
         assert self._runtime_dir is not None
+        await _see_whether_somebody_listens(self._config.address)
         ours, theirs = socket.socketpair()
         log_path = self._runtime_dir / "ray-driver.log"
         arguments = (str(theirs.fileno()), self._config.address, self._run_id, f"{self._config.claim_timeout_s:g}")
@@ -328,6 +331,21 @@ class RayLauncher:
         deadline = time.monotonic() + grace_s + LEAVES_S
         while self._driver is not None and _lives(self._driver.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+
+async def _see_whether_somebody_listens(address: str) -> None:
+    """Ray itself would try for minutes. Raises `LaunchError`."""
+    if address == "auto":
+        return  # Ray knows at once
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(LISTENS_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError) as error:
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else str(error) or f"no connection within {LISTENS_S:g} s"
+        raise LaunchError(_no_ray(address, reason)) from error
+    writer.close()
 
 
 def _node_ip(line: bytes, address: str, log_path: Path) -> str:

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import sys
+import threading
 from typing import Any
 
 import msgspec
@@ -215,10 +217,20 @@ async def _main(line: socket.socket, run_id: str, claim_timeout_s: float, first:
         writer.close()
 
 
+def _leave_with_the_launcher(line: socket.socket, connected: threading.Event) -> None:
+    """Ray's client may try to connect for minutes, and nobody reads the line meanwhile."""
+    select.select((line,), (), ())
+    if not connected.is_set():
+        os._exit(1)  # the first thing to hear is said after that, so this is the end
+
+
 if __name__ == "__main__":
     _fd, _address, _run_id, _claim_timeout_s = sys.argv[1:]
     _line = socket.socket(fileno=int(_fd))
+    _connected = threading.Event()
+    threading.Thread(target=_leave_with_the_launcher, args=(_line, _connected), daemon=True).start()
     _first = connect(_address, _run_id)
+    _connected.set()
     if isinstance(_first, NoRay):
         _line.sendall(msgspec.json.encode(_first) + b"\n")
         sys.exit(1)
