@@ -45,6 +45,13 @@ async def said(process: asyncio.subprocess.Process) -> KeeperSays:
     return answer
 
 
+async def until_marked(pid: int, mark: str) -> None:
+    """For a moment after its exec, the kernel shows no environment of a process."""
+    async with asyncio.timeout(30):
+        while pid not in marked(mark):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("r")
@@ -58,9 +65,7 @@ async def test_the_end_of_the_line_ends_the_worker_and_removes_its_directory(tmp
     settings = json.loads((directory / "decode-0.json").read_text())
     assert (settings["runtime_dir"], settings["transfer"]["bind_host"]) == (str(directory), NODE_IP)
     assert (directory / "decode-0.json").stat().st_mode & 0o777 == 0o600
-    async with asyncio.timeout(30):
-        while first.pid not in marked("run-1/decode-0"):  # noqa: ASYNC110 - a moment after its exec it shows none yet
-            await asyncio.sleep(0.01)
+    await until_marked(first.pid, "run-1/decode-0")
     assert process.stdin is not None
     process.stdin.close()
     assert isinstance(await said(process), Exited)
@@ -85,6 +90,7 @@ async def test_the_worker_of_a_killed_keeper_ends_and_the_next_keeper_waits_for_
 ) -> None:
     process, first = await keeper(job_of(tmp_path, "run-3"), runtime)
     assert isinstance(first, Started)
+    await until_marked(first.pid, "run-3/decode-0")
     process.kill()
     await process.wait()
     await end_leftovers("run-3/decode-0")
