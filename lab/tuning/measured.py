@@ -5,7 +5,7 @@ from lab.load.summary import ClassSummary
 from lab.tuning.markdown import count, ms, percent, table
 
 HEADS = (
-    "arm", "KV blocks at D", "memory, GB", "lost their blocks", "cached", "at once, most", "waiting, most",
+    "arm", "KV blocks at D", "memory touched, GB", "lost their blocks", "cached", "at once, most", "waiting, most",
     "TTFT p50 / p99, ms", "gap p50 / p99, ms", "token 1 to 2, ms", "KV moved, MB", "within limits",
 )  # fmt: skip
 
