@@ -68,16 +68,16 @@ class _Need:
     def or_more(self, late: int, grow: int, keep: int) -> "_Need":
         return _Need(max(self.late, late), max(self.grow, grow), max(self.keep, keep))
 
-    def plus(self, extra: int) -> "_Need":
-        return _Need(self.late, self.grow + extra, self.keep + extra)
+    def no_fewer(self, floor: int) -> "_Need":
+        return _Need(self.late, max(self.grow, floor), max(self.keep, floor))
 
 
 @dataclass(slots=True)
 class _Feedback:
     """Clients missed their targets although the computed number of workers was there."""
 
-    extra: int = 0
-    """Workers beyond those computed."""
+    floor: int = 0
+    """Workers that turned out to be needed, whatever is computed; 0: none."""
     level: float = 0.0
     """Of the load, at the time."""
     share: float = 1.0
@@ -227,7 +227,7 @@ class Autoscaler:
             pool.count, pool.changed_at_s, pool.misses = now, self._now_s, _Misses()
         feedback = pool.feedback
         level = self._level(role)
-        if (feedback.extra or feedback.useless) and not feedback.level / 2 <= level <= feedback.level * 1.5:
+        if (feedback.floor or feedback.useless) and not feedback.level / 2 <= level <= feedback.level * 1.5:
             feedback = pool.feedback = _Feedback()  # that was another load
         # What waits since before the pool grew says nothing about its size now.
         caught_up = look.queued_prefill_s <= look.pools["prefill"].serving * min(self._classes, default=0.0)
@@ -239,12 +239,12 @@ class Autoscaler:
         elif pool.misses.exceed(rules.goal):
             share = pool.misses.missed / pool.misses.total
             pool.misses = _Misses()
-            if feedback.extra and share > feedback.share * HELPED:
-                feedback.useless, feedback.extra = True, 0
-            elif not feedback.useless and now <= need.grow + feedback.extra:
+            if feedback.floor and share > feedback.share * HELPED:
+                feedback.useless, feedback.floor = True, 0
+            elif not feedback.useless and now <= max(need.grow, feedback.floor):
                 missing = f"{100 * share:.0f} % of answers miss the target for {_target(role)}"
-                feedback.extra, feedback.level, feedback.share = feedback.extra + 1, level, share
-        need = need.plus(feedback.extra)
+                feedback.floor, feedback.level, feedback.share = now + 1, level, share
+        need = need.no_fewer(feedback.floor)
         useless = (
             f"more {role} workers did not help with answers that miss the target for {_target(role)}"
             if feedback.useless
@@ -279,7 +279,9 @@ class Autoscaler:
             least = max(self._rules.bounds[other].least, 1 if other == "decode" else 0, need.grow, need.keep)
             spare = min(look.pools[other].serving, look.pools[other].count) - least
             moved = min(lacking, spare)
-            if moved <= 0 or want[other] > look.pools[other].count:
+            # A pool that has just grown has not shown yet what it can spare.
+            just_grew = self._now_s - self._pools[other].grown_at_s < self._rules.window_s
+            if moved <= 0 or just_grew or want[other] > look.pools[other].count:
                 continue
             want[other] = min(want[other], look.pools[other].count - moved)
             reasons.append(f"{moved} of them from the {other} pool, where {least} are enough")

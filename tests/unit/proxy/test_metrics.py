@@ -105,3 +105,22 @@ def test_failures_are_shown_by_kind(metrics: Metrics) -> None:
     metrics.report(transfer_failures={"lease_expired": 2, "checksum": 1})
     assert metrics.value("transfer_failures", worker="decode-0", kind="lease_expired") == 2
     assert metrics.value("transfer_failures", worker="decode-0", kind="checksum") == 1
+
+
+@pytest.mark.parametrize("several_api_servers", [False, True])
+def test_nothing_is_shown_of_a_worker_that_was_removed(
+    several_api_servers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = CollectorRegistry()
+    metrics = ProxyMetrics(registry)
+    for worker_id in ("decode-0", "decode-1"):
+        metrics.worker_requests.labels(worker_id, "running").set(3)
+        metrics.worker_restarts.labels(worker_id).inc()
+    if several_api_servers:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    metrics.forget_worker("decode-1")
+    shown = {"worker": "decode-1", "state": "running"}
+    left = registry.get_sample_value("twinpool_worker_requests", shown)
+    assert left == (0 if several_api_servers else None)
+    assert registry.get_sample_value("twinpool_worker_requests", {**shown, "worker": "decode-0"}) == 3
+    assert registry.get_sample_value("twinpool_worker_restarts_total", {"worker": "decode-0"}) == 1

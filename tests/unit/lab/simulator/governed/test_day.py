@@ -6,8 +6,8 @@ from lab.simulator.governed.day import COSTS, GOAL, RULES, SHORT, WORK, live_thr
 from proxy.scaling.autoscaler import Autoscaler
 from proxy.scaling.look import Decision, Look
 
-# `clairvoyant(SHORT)` finds these in some twenty seconds.
-KNOWN_BEFOREHAND = {0.9: Workers(3, 1), 3.3: Workers(9, 2), 5.0: Workers(13, 3)}
+# `clairvoyant(SHORT)` finds these in some ten seconds.
+KNOWN_BEFOREHAND = {0.9: Workers(3, 1), 3.3: Workers(9, 2), 5.0: Workers(13, 2)}
 SETTLES_WITHIN_S = 2 * SHORT.scaling.hold_s
 
 
