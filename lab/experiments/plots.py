@@ -100,10 +100,10 @@ class Pictures:
             right.set_yscale("log")
             right.set_ylim(0.05, 110)
             right.axhline(1, color="#777777", linewidth=0.8, linestyle=":")
-            right.yaxis.set_major_formatter(_number)
+            _plain_numbers(right.yaxis)
             for axes in (left, right):
                 axes.set_xscale("log")
-                axes.xaxis.set_major_formatter(_number)
+                _plain_numbers(axes.xaxis)
                 axes.grid(alpha=0.3)
         grid[-1][0].set_xlabel("time to first token, s")
         grid[-1][1].set_xlabel("gap between tokens, ms")
@@ -138,7 +138,7 @@ class Pictures:
             row[1].set_ylabel("gap, ms", fontsize=8)
             for axes in row:
                 axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(_number)
+                _plain_numbers(axes.yaxis)
                 axes.grid(alpha=0.3)
             if len(self._kinds) > 1 and row[0].get_legend_handles_labels()[0]:
                 row[0].legend(fontsize=7, loc="upper right", handletextpad=0.1, framealpha=0.6)
@@ -232,8 +232,11 @@ def _limits(axes: Any, limits: set[float], unit: str, *, across: bool = False) -
             )  # fmt: skip
 
 
-def _number(value: float, _place: int) -> str:
-    return f"{value:g}"
+def _plain_numbers(axis: Any) -> None:
+    """Of a logarithmic axis: no powers, and of what lies between them 2 and 5."""
+    axis.set_major_formatter(lambda value, _place: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _place: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    axis.set_tick_params(which="minor", labelsize=7)
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:

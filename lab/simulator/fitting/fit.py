@@ -18,8 +18,8 @@ from lab.simulator.costs import FittedCosts, FittedSteps
 from lab.simulator.fitting.timeline import Floats, Timeline, token_times
 
 _BASE, _TOKEN, _PAIR, _SEQUENCE, _KV, _BESIDE = range(6)
-_LEAST_PROMPTS = 4
-_LEAST_GAPS = 20
+_LEAST_PROMPTS = 8
+_LEAST_GAPS = 100
 _ROUNDS = 4
 _OUTLIER = 4.0
 """Rows whose residual is so many times the usual one are left out: a machine does other things now and then."""
