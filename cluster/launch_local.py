@@ -22,6 +22,8 @@ from types import MappingProxyType
 
 from cluster import watchdog
 from cluster.config import ClusterConfig
+from cluster.launch.guard import Guard
+from cluster.launch.held_start import release, start_held
 from cluster.trust import cluster_key, proxy_address
 from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
@@ -87,7 +89,7 @@ def make_runtime_dir() -> Path:
     """A new directory that only this user can enter, with a path short enough for sockets."""
     for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if base and os.access(base, os.W_OK | os.X_OK) and len(base) + len("/twinpool-12345678") <= _MAX_RUNTIME_PATH:
-            return Path(tempfile.mkdtemp(prefix="twinpool-", dir=base))
+            return Path(tempfile.mkdtemp(prefix=watchdog.DIRECTORY_PREFIX, dir=base))
     raise LaunchError(
         "no directory for sockets: neither XDG_RUNTIME_DIR nor TMPDIR nor /tmp is writable with a path of at most "
         f"{_MAX_RUNTIME_PATH} characters; set TMPDIR to one that is"
@@ -143,10 +145,9 @@ class LocalLauncher:
     left behind is ended right after.
     """
 
-    def __init__(self, on_exit: Callable[[WorkerExit], None]) -> None:
+    def __init__(self, on_exit: Callable[[WorkerExit], None], guard: Guard | None = None) -> None:
         self._on_exit = on_exit
-        self._watchdog: asyncio.subprocess.Process | None = None
-        self._watchdog_watcher: asyncio.Task[None] | None = None
+        self.guard = guard or Guard()
         self._groups: dict[str, int] = {}
         self._running: set[str] = set()
         self._watchers: dict[str, asyncio.Task[None]] = {}
@@ -159,30 +160,12 @@ class LocalLauncher:
 
     async def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Starts every worker; raises `LaunchError` when one cannot even be started."""
-        if self._watchdog is None:
-            await self._start_watchdog()
+        try:
+            await self.guard.start()
+        except OSError as error:
+            raise LaunchError(f"cannot start the watchdog, which ends workers with this process: {error}") from error
         for command in commands:
             await self._spawn(command)
-
-    async def _start_watchdog(self) -> None:
-        self._watchdog = await asyncio.create_subprocess_exec(
-            *watchdog.COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            # Not ours: whoever reads our output must not wait for the watchdog to end.
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for group in self._groups.values():
-            self._tell_watchdog("+", group)
-        self._watchdog_watcher = asyncio.create_task(self._replace_watchdog(self._watchdog), name="watch the watchdog")
-        self._watchdog_watcher.add_done_callback(_log_failure)
-
-    async def _replace_watchdog(self, process: asyncio.subprocess.Process) -> None:
-        returncode = await process.wait()
-        if not self._stopping:
-            log.warning("watchdog_lost returncode=%d", returncode)
-            await self._start_watchdog()
 
     async def _spawn(self, command: WorkerCommand) -> None:
         if self._stopping:
@@ -190,20 +173,13 @@ class LocalLauncher:
         try:
             with command.log_path.open("ab") as output:
                 log_start = output.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *command.argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    env=dict(command.env),
-                    start_new_session=True,
-                    pass_fds=command.pass_fds,
-                )
+                process = await start_held(command.argv, command.env, output, command.pass_fds)
         except OSError as error:
             raise LaunchError(f"cannot start {command.noun} {command.worker_id}: {error}") from error
         self._groups.update({worker_id: process.pid for worker_id, _ in command.workers})
         self._running.update(worker_id for worker_id, _ in command.workers)
-        self._tell_watchdog("+", process.pid)
+        self.guard.covers(process.pid)
+        release(process)
         log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
         watcher = asyncio.create_task(self._watch(command, process, log_start), name=f"watch {command.worker_id}")
         watcher.add_done_callback(_log_failure)
@@ -233,7 +209,7 @@ class LocalLauncher:
         await _kill([group])
         for worker_id, _ in command.workers:
             self._groups.pop(worker_id, None)
-        self._tell_watchdog("-", group)
+        self.guard.spares(group)
         log.info("worker_gone worker=%s pid=%d returncode=%d", command.worker_id, group, returncode)
 
     def runs(self, worker_id: str) -> bool:
@@ -275,7 +251,7 @@ class LocalLauncher:
         await _kill(groups)
         if self._watchers:
             await asyncio.wait(self._watchers.values(), timeout=_ORPHAN_GRACE_S * 2)
-        await self._dismiss_watchdog()
+        await self.guard.dismiss()
         survivors = [pid for group in groups for pid in watchdog.members(group)]
         if survivors:
             raise LaunchError(f"these worker processes could not be killed: {', '.join(map(str, survivors))}")
@@ -284,17 +260,6 @@ class LocalLauncher:
         """The same without the event loop, for a signal that arrives while that is busy importing."""
         self._stopping = True
         watchdog.end_groups(set(self._groups.values()), grace_s)
-
-    def _tell_watchdog(self, sign: str, group: int) -> None:
-        if self._watchdog is not None and self._watchdog.stdin is not None and self._watchdog.returncode is None:
-            self._watchdog.stdin.write(watchdog.told(sign, group))
-
-    async def _dismiss_watchdog(self) -> None:
-        if self._watchdog is None or self._watchdog.stdin is None:
-            return
-        self._watchdog.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._watchdog.wait(), watchdog.GRACE_S * 2)
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:

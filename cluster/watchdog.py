@@ -1,14 +1,16 @@
 """Kills the workers' process groups when the launcher is gone, however it went.
 
 The launcher starts this file by its path, in a session of its own, and keeps the only write end of its standard
-input. Lines `+PGID` and `-PGID` say which groups are alive. End of file means that the launcher ended: normally
-the list is empty then; after a SIGKILL it is not, and every group on it is told to stop and killed after a grace
-time. A parent-death signal would not do: it reaches a worker's host, but not its engine core and ranks.
+input. Lines `+PGID` and `-PGID` say which groups are alive, `=PATH` which directory of sockets, settings and logs goes
+with the launcher (none: `=`). End of file means that the launcher ended: normally there is nothing left to do then;
+after a SIGKILL there is, and every group on the list is told to stop and killed after a grace time. A parent-death
+signal would not do: it reaches a worker's host, but not its engine core and ranks.
 
 Uses the standard library only, so that it can run with `-I -S` and costs almost nothing.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 COMMAND = (sys.executable, "-I", "-S", __file__)
+DIRECTORY_PREFIX = "twinpool-"
 GRACE_S = 3.0
 _POLL_S = 0.02
 # A killed process has to give back its memory before it is gone, and its resource tracker to clean up.
@@ -25,6 +28,11 @@ DEATH_S = 1.0
 def told(sign: str, group: int) -> bytes:
     """The line that says of a group that it is alive, `+`, or not to be ended any more, `-`."""
     return f"{sign}{group}\n".encode()
+
+
+def told_directory(path: Path | None) -> bytes:
+    """The line that names the directory that goes with the launcher; None: none does."""
+    return b"=" + (os.fsencode(path) if path is not None else b"") + b"\n"
 
 
 def members(group: int) -> list[int]:
@@ -95,18 +103,28 @@ def _wait_until_empty(groups: set[int], timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def remove(directory: str) -> None:
+    """What only this run needed; nothing else has such a name."""
+    if Path(directory).name.startswith(DIRECTORY_PREFIX):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def main() -> None:
-    """Reads group numbers until end of file, then ends what is left."""
+    """Reads what there is until end of file, then ends what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
-    for line in sys.stdin:
-        group = int(line[1:])
-        if line[0] == "+":
-            groups.add(group)
+    directory = ""
+    for line in sys.stdin.buffer:
+        sign, what = line[:1], line[1:].rstrip(b"\n")
+        if sign == b"+":
+            groups.add(int(what))
+        elif sign == b"-":
+            groups.discard(int(what))
         else:
-            groups.discard(group)
+            directory = os.fsdecode(what)
     end_groups(groups, GRACE_S)
+    remove(directory)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from cluster.host.drain_watch import DrainWatch
 from cluster.host.leaving import WorkerStopped, first_error
 from cluster.host.load_report import transfers_open, worker_load
 from cluster.host.stepping_back import step_back
+from cluster.launch.logs import start_log
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.relay import CacheRelay
 from cluster.prefix_events.teller import CacheTeller
@@ -399,7 +400,7 @@ class WorkerHost:
 def run_worker(settings: WorkerSettings) -> NoReturn:
     """Runs a host to its end and leaves the process, taking along whatever it started."""
     step_back(settings.niceness)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    start_log()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     exit_code = runner.run(WorkerHost.start_and_run(settings))
     # An engine that was still starting runs in a thread that cannot be cancelled, and in processes that only

@@ -8,13 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-from cluster.worker_settings import WorkerSettingsError, read_worker_settings
-
 
 def main() -> None:
-    # While vLLM is imported, which takes seconds, a SIGINT just ends the process; it may be inherited as ignored.
+    # While imports last, which takes seconds, a SIGINT just ends the process; it may be inherited as ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from cluster.worker_host import run_worker
+    from cluster.worker_settings import WorkerSettingsError, read_worker_settings
 
     if len(sys.argv) != 2:
         sys.exit("usage: python -m decode.worker SETTINGS.json (written by `twinpool serve`)")

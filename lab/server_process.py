@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import watchdog
+from cluster.launch.held_start import GO, HOLD
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MARK = "TWINPOOL_LAB_MARK"
@@ -88,15 +89,18 @@ class Server:
         self.log_path = log_dir / f"{launch.name}.log"
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                launch.command,
+                [*HOLD, *launch.command],
                 cwd=REPOSITORY,
                 env={**os.environ, **launch.env, "PYTHONPATH": str(REPOSITORY), MARK: self.mark},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         self._watchdog = _watch(self.process.pid)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as told:
+            told.write(GO)
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")

@@ -20,6 +20,7 @@ from cluster.embedded_model import EMBEDDED_MODEL_NAME, EmbeddedModelError, ensu
 from cluster.fleet.fleet import Fleet, WorkerDown
 from cluster.fleet.launcher import Launcher, OnExit
 from cluster.fleet.recruiting import Recruiter
+from cluster.launch.guard import Guard
 from cluster.launch_local import (
     LaunchError,
     LocalLauncher,
@@ -62,8 +63,8 @@ class ServeError(Exception):
 def run_serve(config: ClusterConfig, *, demo: bool, verbose: bool) -> NoReturn:
     """Serves until a signal comes, then leaves the process.
 
-    The exit code is 130 or 143 after SIGINT or SIGTERM, 2 for a configuration that cannot be used, 1 for another
-    failure. Leaves with `os._exit`: an import of vLLM that is still running in a thread could not be waited for.
+    The exit code is 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP, 2 for a configuration that cannot be used, 1 for
+    another failure. Leaves with `os._exit`: an import of vLLM that still runs in a thread could not be waited for.
     """
     console = Console(stderr=True, highlight=False)
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
@@ -92,6 +93,7 @@ class _Cluster:
         self._url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._lost_at_start: asyncio.Future[WorkerExit] = asyncio.get_running_loop().create_future()
         self._exits: asyncio.Queue[WorkerDown] = asyncio.Queue()
+        self._guard = Guard()
         self._fleet = Fleet(self._config.restart, self._on_worker_down, self._launcher)
         interruption = Interruption(self._stop, self._fleet.launcher.stop_now, self._config.stop_timeout_s)
         try:
@@ -111,7 +113,7 @@ class _Cluster:
     def _launcher(self, on_exit: OnExit) -> Launcher:
         if self._config.launch == "ray":
             return RayLauncher(on_exit, self._config.ray, engines_use_gpus())
-        return LocalLauncher(on_exit)
+        return LocalLauncher(on_exit, self._guard)
 
     async def _serve_unless_stopped(self, interruption: Interruption) -> int:
         """A signal at any stage ends that stage at once."""
@@ -167,6 +169,13 @@ class _Cluster:
         self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
     ) -> None:
         self._runtime_dir = directory = make_runtime_dir()
+        self._guard.removes(directory)
+        try:
+            await self._guard.start()
+        except OSError as error:
+            raise ServeError(
+                f"the watchdog, which ends workers if this process is killed, does not start: {error}"
+            ) from error
         if isinstance(self._fleet.launcher, RayLauncher):
             node_ip = await self._fleet.launcher.connect(directory, self._screen.detail)
             self._config = reached_at(self._config, node_ip)
@@ -324,6 +333,7 @@ class _Cluster:
             await self._fleet.stop(grace_s)
         except LaunchError as error:
             self._fail(str(error), EXIT_FAILED)
+        await self._guard.dismiss()
         if self._runtime_dir is None:
             return
         if self._clean or self._stop.is_set():

@@ -89,6 +89,7 @@ class _Keeper:
         assert isinstance(keep, Keep)
         job = keep.job
         directory = make_runtime_dir()
+        self._launcher.guard.removes(directory)
         try:
             await end_leftovers(mark_of(job))
             await self._launcher.start([_command(keep, directory)])

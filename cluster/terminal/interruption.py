@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, also while the event loop is busy with something that cannot be interrupted."""
+"""Ctrl-C, SIGTERM and the end of the terminal, also while the event loop is busy and cannot be interrupted."""
 
 import asyncio
 import os
@@ -28,8 +28,10 @@ class Interruption:
         self._stop_now = stop_now
         self._stop_timeout_s = stop_timeout_s
         self._reacted = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Who started it with `nohup` wants it to outlive the terminal.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def noticed(self) -> None:
         """The event loop is alive and about to take everything apart."""

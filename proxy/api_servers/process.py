@@ -1,6 +1,6 @@
 """A further API server process: vLLM's API server, whose engine is the dispatcher of another process.
 
-Run by the launcher as `python -m proxy.api_servers.process SETTINGS.json`, with the listening socket inherited.
+Run by the launcher as `python -m proxy.api_servers SETTINGS.json`, with the listening socket inherited.
 Ends when it is told to, when the dispatcher is lost, and when its server fails; `twinpool serve` starts it again.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from cluster.launch.logs import start_log
 from proxy.api_server import ProxyStartError, unless_stopped
 from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import open_loads
@@ -109,19 +110,14 @@ class ApiServerProcess:
 def main() -> None:
     """Runs one process to its end and leaves, whatever still runs in a thread."""
     if len(sys.argv) != 2:
-        sys.exit(f"usage: python -m {__spec__.name} SETTINGS.json (written by `twinpool serve`)")
+        sys.exit("usage: python -m proxy.api_servers SETTINGS.json (written by `twinpool serve`)")
     try:
         settings = read_api_server_settings(Path(sys.argv[1]))
     except ApiServerSettingsError as error:
         sys.exit(str(error))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("twinpool").setLevel(logging.INFO)  # something that vLLM imports raises the root's level
+    start_log()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     code = runner.run(ApiServerProcess.start_and_run(settings))
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from cluster.settings_document import read_document, write_document
 from proxy.api_servers.accept_loads import create_loads
 
 ROLE = "api-server"
-MODULE = "proxy.api_servers.process"
+MODULE = "proxy.api_servers"
 
 
 class ApiServerSettingsError(Exception):

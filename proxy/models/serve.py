@@ -93,6 +93,7 @@ class _FrontRun:
         children = Children(
             runtime_dir, machine.environ, keeper.up, keeper.down, self._note_failure, self._config.silent_after_s
         )
+        children.launcher.guard.removes(runtime_dir)
         interruption = Interruption(self._stop, children.launcher.stop_now, _STOP_S)
         api, admin = _keys(self._config.server)
         front = Front(keeper, ApiKeys(api), ApiKeys(admin), metrics, self._config.server.max_body_bytes)

@@ -36,7 +36,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("state", "number"), [("idle", signal.SIGINT), ("busy", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("state", "number"), [("idle", signal.SIGINT), ("busy", signal.SIGTERM), ("idle", signal.SIGHUP)]
+)
 async def test_a_signal_ends_everything_promptly_even_while_the_loop_is_busy(
     tmp_path: Path, state: str, number: signal.Signals
 ) -> None:
@@ -49,6 +51,19 @@ async def test_a_signal_ends_everything_promptly_even_while_the_loop_is_busy(
     process.send_signal(number)
     assert await asyncio.wait_for(process.wait(), 8) == 128 + number
     assert alive(pids) == []
+
+
+async def test_who_is_started_with_nohup_outlives_the_terminal(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *("nohup", sys.executable, "-c", SCRIPT, str(tmp_path), "idle", "5"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 15) == b"up\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 15) == 128 + signal.SIGTERM
 
 
 async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:

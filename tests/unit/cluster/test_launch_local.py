@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.launch.guard import pause_s
+from cluster.launch.held_start import start_held
 from cluster.launch_local import (
     LaunchError,
     LocalLauncher,
@@ -127,19 +129,38 @@ async def test_stopping_works_without_the_event_loop(run: Run, tmp_path: Path) -
 
 
 LAUNCHER_SCRIPT = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from pathlib import Path
-from cluster import watchdog
+from cluster import launch_local, watchdog
 from cluster.launch_local import LocalLauncher
-from tests.unit.cluster.families import dummy
+from tests.unit.cluster.families import dummy, family
 
 # The same file, with less patience than three seconds.
 impatient = "import runpy, sys; main = runpy.run_path(sys.argv[1])['main']; main.__globals__['GRACE_S'] = 0.2; main()"
 watchdog.COMMAND = (sys.executable, "-I", "-S", "-c", impatient, watchdog.__file__)
 
+directory, behaviour, moment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def die(process) -> None:
+    pid = process if isinstance(process, int) else process.pid
+    (directory / "held").write_text(str(pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
 async def main() -> None:
     launcher = LocalLauncher(lambda told: None)
-    await launcher.start([dummy(Path(sys.argv[1]), behaviour=sys.argv[2])])
+    launcher.guard.removes(directory)
+    if moment == "covers":
+        launcher.guard.covers = die
+    if moment == "release":
+        launch_local.release = die
+    await launcher.start([dummy(directory, behaviour=behaviour)])
+    if moment == "lose watchdog":
+        await family(directory)
+        lost = launcher.guard.pid
+        os.kill(lost, signal.SIGKILL)
+        while launcher.guard.pid in (None, lost):
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -147,7 +168,9 @@ asyncio.run(main())
 
 
 async def test_a_killed_launcher_takes_all_processes_of_its_workers_along(tmp_path: Path) -> None:
-    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "stubborn")
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "stubborn", ""
+    )
     try:
         pids = await family(tmp_path)
     finally:
@@ -156,15 +179,72 @@ async def test_a_killed_launcher_takes_all_processes_of_its_workers_along(tmp_pa
     assert await gone_within(pids, 20)
 
 
-async def test_a_lost_watchdog_is_replaced(run: Run, tmp_path: Path) -> None:
-    await run.launcher.start([dummy(tmp_path)])
-    first = run.launcher._watchdog
-    assert first is not None
-    first.kill()
-    deadline_s = time.monotonic() + 5
-    while run.launcher._watchdog is first:
+async def test_a_killed_launcher_takes_its_runtime_directory_along(tmp_path: Path) -> None:
+    directory = tmp_path / "twinpool-1"
+    directory.mkdir()
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER_SCRIPT, str(directory), "obedient", "removes"
+    )
+    pids = await family(directory)
+    launcher.kill()
+    await launcher.wait()
+    assert await gone_within(pids, 20)
+    deadline_s = time.monotonic() + 20
+    while directory.exists():
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("moment", ["covers", "release"])
+async def test_a_launcher_that_is_killed_while_it_starts_a_worker_leaves_none(tmp_path: Path, moment: str) -> None:
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER_SCRIPT, str(tmp_path), "stubborn", moment
+    )
+    assert await launcher.wait() == -signal.SIGKILL
+    assert await gone_within([int((tmp_path / "held").read_text())], 20)
+    assert not (tmp_path / "decode-0.pids").exists()
+
+
+async def test_a_worker_that_is_never_released_never_starts(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as output:
+        process = await start_held(("/bin/sh", "-c", "echo here"), {}, output)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert await asyncio.wait_for(process.wait(), 15) == 1
+    assert (tmp_path / "log").read_bytes() == b""
+
+
+async def test_stopping_leaves_the_logs(run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "twinpool-1"
+    directory.mkdir()
+    run.launcher.guard.removes(directory)
+    await run.launcher.start([])
+    await run.launcher.stop(0)
+    assert directory.exists(), "whoever started it decides"
+
+
+async def test_a_lost_watchdog_is_replaced_and_knows_what_the_lost_one_knew(tmp_path: Path) -> None:
+    directory = tmp_path / "twinpool-1"
+    directory.mkdir()
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LAUNCHER_SCRIPT, str(directory), "obedient", "lose watchdog"
+    )
+    pids = await family(directory)
+    assert await launcher.wait() == -signal.SIGKILL
+    assert await gone_within(pids, 20)
+    deadline_s = time.monotonic() + 20
+    while directory.exists():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+def test_a_watchdog_that_keeps_dying_is_replaced_more_and_more_seldom() -> None:
+    pauses = [0.0]
+    for _ in range(12):
+        pauses.append(pause_s(pauses[-1], 0.01))
+    assert pauses[1:5] == [0.1, 0.2, 0.4, 0.8]
+    assert pauses[-1] == 30.0
+    assert pause_s(30.0, 60.0) == 0.0, "one that lived is replaced at once"
 
 
 def test_the_runtime_directory_is_private_and_short_enough_for_sockets(
