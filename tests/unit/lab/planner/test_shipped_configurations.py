@@ -12,11 +12,13 @@ from cluster.config import ClusterConfig, PoolConfig
 from cluster.preflight import config_checks
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
+from cluster.preflight.machine import Machine
 from cluster.preflight.memory.rank_memory import blocks_for
 from cluster.preflight.memory.worker_memory import GPU_BLOCK_SIZE, worker_memory
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.vllm_options import installed_vllm_options
+from cluster.ray_launch.placing import Ask, Node, choose_nodes
 from cluster.worker_plan import plan_workers
 from lab.planner.gpus import GPUS
 from lab.planner.models import MODELS
@@ -37,9 +39,12 @@ def options_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(name: str, *overrides: str) -> ClusterConfig:
+    """As if all GPUs were in one machine: what a Ray cluster has is not known before its workers start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return load_config(EXAMPLES / f"{name}.yaml", [f"server.port={probe.getsockname()[1]}", *overrides])
+        return load_config(
+            EXAMPLES / f"{name}.yaml", [f"server.port={probe.getsockname()[1]}", "launch=local", *overrides]
+        )
 
 
 def model_of(name: str) -> ModelFacts:
@@ -73,6 +78,20 @@ def test_a_shipped_file_can_be_started_on_its_gpus_and_on_no_fewer(name: str) ->
     assert check_config(config, h100s(gpus_of(name)), model_of(name))
     with pytest.raises(ConfigError, match="GPUs"):
         check_config(config, h100s(gpus_of(name) - 1), model_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama-70b-16xh100", "llama-70b-16xh100-128k"])
+def test_sixteen_gpus_are_two_nodes_of_a_ray_cluster_and_every_worker_gets_one(name: str) -> None:
+    config = read(name, "launch=ray")
+    assert load_config(EXAMPLES / f"{name}.yaml").launch == "ray"
+    asks = []
+    for plan in plan_workers(config, Machine(cores=(0,), gpus=("any",), elsewhere=True), model_of(name)):
+        ranks = plan.engine["tensor_parallel_size"]
+        asks.append(Ask(plan.worker_id, plan.role, {"GPU": float(ranks), "CPU": float(ranks)}))
+    free = {"GPU": 8.0, "CPU": 64.0}
+    nodes = [Node(node_id, f"10.0.0.{number}", free, free) for number, node_id in enumerate("ab")]
+    chosen = choose_nodes(asks, nodes)
+    assert chosen["prefill-0"] == chosen["prefill-1"] != chosen["decode-0"]
 
 
 @pytest.mark.parametrize("name", NAMES)
