@@ -1,29 +1,47 @@
-"""A Llama of the shape of a 70B model with random weights: as many layers, heads and KV heads, but narrow ones."""
+"""Llamas with random weights: a tiny one, and one of the shape of a 70B model."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-NUM_LAYERS = 80
-NUM_HEADS = 64
-NUM_KV_HEADS = 8
 HEAD_SIZE = 32
 """The smallest that CPU attention takes."""
-HIDDEN_SIZE = 64
 VOCABULARY = 512
 CONTEXT = 2048
 
 
-def make_random_llama(directory: Path) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    intermediate: int
+    embedding_scale: float = 1.0
+    attention_scale: float = 1.0
+    """Of what attention adds. Many layers of it make the mean of the prompt out of everything, and repeat one token."""
+
+
+TINY = Shape(layers=3, heads=8, kv_heads=4, hidden=8 * HEAD_SIZE, intermediate=256)
+OF_70B = Shape(
+    layers=80, heads=64, kv_heads=8, hidden=64, intermediate=224, embedding_scale=20, attention_scale=0.15
+)  # fmt: skip
+"""As many layers, heads and KV heads, but narrow ones."""
+
+
+def make_random_llama(directory: Path, shape: Shape = TINY) -> Path:
     """float32, and weights large enough that every token depends on the whole prompt by more than rounding."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=HIDDEN_SIZE * 7 // 2,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         head_dim=HEAD_SIZE,
         vocab_size=VOCABULARY,
         max_position_embeddings=CONTEXT,
@@ -34,9 +52,8 @@ def make_random_llama(directory: Path) -> Path:
     )
     model = LlamaForCausalLM(config).to(torch.float32)
     with torch.no_grad():
-        # 80 layers of attention would make the mean of the prompt out of everything, and repeat one token for ever.
-        model.model.embed_tokens.weight.mul_(20)
+        model.model.embed_tokens.weight.mul_(shape.embedding_scale)
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(0.15)
+            layer.self_attn.o_proj.weight.mul_(shape.attention_scale)
     model.save_pretrained(directory)
     return directory

@@ -14,13 +14,13 @@ import pytest
 from lab.launches import bare_vllm, twinpool
 from lab.server_process import Server, free_port
 from tests.engine.observed import Moved, status
-from tests.engine.random_llama import HEAD_SIZE, NUM_KV_HEADS, NUM_LAYERS, VOCABULARY, make_random_llama
+from tests.engine.random_llama import HEAD_SIZE, OF_70B, VOCABULARY, make_random_llama
 from tests.engine.servers import MODEL_NAME
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a cluster waits for its start
 
 BLOCK = 32
-KV_BYTES_PER_TOKEN = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_SIZE * 4
+KV_BYTES_PER_TOKEN = OF_70B.layers * 2 * OF_70B.kv_heads * HEAD_SIZE * 4
 ENGINE = {
     "max_model_len": 1024, "max_num_batched_tokens": 144, "max_num_seqs": 8, "block_size": BLOCK, "dtype": "float32",
     "seed": 0, "enforce_eager": True, "num_gpu_blocks_override": 64, "skip_tokenizer_init": True,
@@ -46,7 +46,7 @@ def generate(server: Server, prompt: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_random_llama(tmp_path_factory.mktemp("random-llama")))
+    return str(make_random_llama(tmp_path_factory.mktemp("random-llama"), OF_70B))
 
 
 @pytest.fixture(scope="module")
