@@ -103,7 +103,7 @@ class VllmServer:
             listening.close()
             raise
         self._llm: AsyncLLM | None = None
-        self._metrics = FrontEndMetrics()
+        self._metrics: FrontEndMetrics | None = None
 
     def _configure(self, config: ClusterConfig, model_path: str) -> None:
         if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
@@ -324,6 +324,7 @@ class VllmServer:
         app: FastAPI = build_app(args, tasks, llm.model_config)
         drop_unguarded_routes(app)
         find_standings(app, self._slo)
+        self._metrics = FrontEndMetrics()
         if keys := self._keys:
             ask_for_key(app, AuthenticationMiddleware(app, keys).verify_token, self._metrics.without_key.inc)
         name_the_routes(app)
@@ -358,7 +359,9 @@ class VllmServer:
     def close(self) -> None:
         """Gives back the port and vLLM's threads."""
         self._socket.close()
-        self._metrics.unregister()
+        if self._metrics is not None:
+            self._metrics.unregister()
+            self._metrics = None
         if self._llm is not None:
             self._llm.shutdown(timeout=0)
             self._llm = None
