@@ -6,10 +6,10 @@
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from cluster.autoscale_config import AutoscaleConfig
-from cluster.config_node import ConfigNode, one_or_many
+from cluster.config_node import ApiKeys, ConfigNode, one_or_many
 from cluster.ray_launch.config import RayConfig
 from cluster.security_config import RateLimitsConfig, SecurityConfig, one_address
 
@@ -211,7 +211,7 @@ class SloClassConfig(ConfigNode):
     priority: int = Field(
         default=0, ge=-1000, le=1000, description="Lower goes first, as in vLLM; a request's own `priority` is added."
     )
-    api_keys: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
+    api_keys: ApiKeys = Field(
         default_factory=list, description="Requests with one of these keys belong to the class, and no others may."
     )
     models: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(

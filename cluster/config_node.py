@@ -1,6 +1,11 @@
 """What every part of the configuration is made of."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo
+
+WITH_KEYS = {"with_keys": True}
+"""Context of a serialisation that another process of the cluster reads, from a file of mode 0600."""
 
 
 class ConfigNode(BaseModel):
@@ -13,3 +18,14 @@ def one_or_many(value: object) -> object:
     """As vLLM's `api_key` option: one text, or a list; YAML may have read a key of digits as a number."""
     values = value if isinstance(value, list) else [value]
     return [str(item) if type(item) in (int, float) else item for item in values]
+
+
+def _as_json(key: SecretStr, info: SerializationInfo) -> str:
+    return key.get_secret_value() if info.context == WITH_KEYS else str(key)
+
+
+ApiKeys = Annotated[
+    list[Annotated[SecretStr, Field(min_length=1), PlainSerializer(_as_json, when_used="json")]],
+    BeforeValidator(one_or_many),
+]
+"""Keys of clients. They are shown as asterisks, except `WITH_KEYS`."""

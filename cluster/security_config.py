@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from cluster.config_node import ConfigNode, one_or_many
+from cluster.config_node import ApiKeys, ConfigNode
 
 
 class SecurityConfig(ConfigNode):
@@ -38,9 +38,7 @@ def one_address(host: str) -> str:
 class KeyLimitsConfig(ConfigNode):
     """Limits of some API keys, each of which has them for itself. What is left out is as for all keys."""
 
-    api_keys: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
-        min_length=1, description="The keys."
-    )
+    api_keys: ApiKeys = Field(min_length=1, description="The keys.")
     requests_per_minute: int | None = Field(default=None, ge=0, description="As for all keys. 0: any number.")
     tokens_per_minute: int | None = Field(default=None, ge=0, description="As for all keys. 0: any number.")
 

@@ -5,12 +5,14 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from cluster.config_node import WITH_KEYS
+
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def write_document(settings: BaseModel, path: Path) -> Path:
-    """Writes `settings` to `path`, which is returned. Nobody else may read it."""
-    write_private(path, settings.model_dump_json(indent=2))
+    """Writes `settings`, keys included, to `path`, which is returned. Nobody else may read it."""
+    write_private(path, settings.model_dump_json(indent=2, context=WITH_KEYS))
     return path
 
 

@@ -6,9 +6,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from cluster.config_node import ConfigNode, one_or_many
+from cluster.config_node import ApiKeys, ConfigNode
 
 Policy = Literal["pinned", "on_demand", "scale_to_zero"]
 OnStarting = Literal["wait", "reject"]
@@ -66,11 +66,11 @@ class FrontConfig(ConfigNode):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(default=8000, ge=1, le=65535, description="Port to listen on.")
-    api_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
+    api_key: ApiKeys = Field(
         default_factory=list,
         description="Keys of which every request needs one. Empty: VLLM_API_KEY, or none.",
     )
-    admin_key: Annotated[list[Annotated[SecretStr, Field(min_length=1)]], BeforeValidator(one_or_many)] = Field(
+    admin_key: ApiKeys = Field(
         default_factory=list,
         description="Keys for orders: /admin, where models are added with whatever options and environment, and orders "
         "about workers. They are good for everything else too. Empty: those of api_key.",

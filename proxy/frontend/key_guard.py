@@ -42,7 +42,8 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
-        if kind not in ("http", "websocket") or is_open(scope) or self._may(Headers(scope=scope)):
+        said = Headers(scope=scope) if kind in ("http", "websocket") else Headers()
+        if kind not in ("http", "websocket") or is_open(scope, said) or self._may(said):
             await self._app(scope, receive, send)
             return
         self._on_refused()
@@ -59,9 +60,17 @@ class KeyGuard:
             await send_error(scope, send, 401, _REFUSAL, None, [_CHALLENGE])
 
 
-def is_open(scope: Scope) -> bool:
-    """Whether a request needs no key. Browsers ask without one what they may ask (OPTIONS)."""
-    return scope.get("method") == "OPTIONS" or path_of(scope) in OPEN_PATHS
+def is_open(scope: Scope, headers: Headers) -> bool:
+    """Whether a request needs no key."""
+    return path_of(scope) in OPEN_PATHS or is_preflight(scope, headers)
+
+
+def is_preflight(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser asks, without a key, what it may ask; vLLM's CORS middleware answers before any route.
+
+    Every other OPTIONS reaches the routes, of which `/metrics` answers it as it does a GET.
+    """
+    return scope.get("method") == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
 def path_of(scope: Scope) -> str:

@@ -68,16 +68,19 @@ class RequestStanding:
 
 
 def said_by_headers(headers: Any) -> tuple[str, str]:
-    """The class and the API key that a request names; empty if it does not."""
-    name = api_key = ""
+    """The class and the API key that a request names; empty if it does not.
+
+    Of several keys the first counts, which is the one that was checked.
+    """
+    name, api_key = "", None
     for field, value in headers:
         lower = bytes(field).lower()
         if lower == CLASS_HEADER:
             name = bytes(value).decode("latin-1").strip()
-        elif lower == b"authorization":
+        elif lower == b"authorization" and api_key is None:
             scheme, _, token = bytes(value).decode("latin-1").partition(" ")
             api_key = token if scheme.lower() == "bearer" else ""
-    return name, api_key
+    return name, api_key or ""
 
 
 def model_of(body: bytes) -> str:

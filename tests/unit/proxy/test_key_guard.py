@@ -11,7 +11,9 @@ import httpx
 import pytest
 from aiohttp import web
 from fastapi import FastAPI, WebSocket
+from prometheus_client import CollectorRegistry, make_asgi_app
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -23,6 +25,8 @@ PATHS = ("/twinpool/status", "/metrics", "/v1/models", "/tokenize", "/docs", "/o
 
 def guarded() -> tuple[FastAPI, list[int]]:
     app = FastAPI()
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"])  # as vLLM does
+    app.mount("/metrics", make_asgi_app(CollectorRegistry()))
     refused: list[int] = []
 
     @app.get("/{path:path}")
@@ -71,8 +75,25 @@ async def test_probes_and_preflights_need_no_key() -> None:
     async with client(app) as anybody:
         for path in ("/health", "/ready", "/ping"):
             assert (await anybody.get(path)).status_code == 200
-        assert (await anybody.options("/v1/models")).status_code == 405
+        asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+        assert (await anybody.options("/v1/models", headers=asked)).text == "OK"
     assert not refused
+
+
+@pytest.mark.parametrize("headers", [{}, {"Origin": "http://page"}, {"Access-Control-Request-Method": "GET"}])
+async def test_metrics_are_not_told_to_who_asks_with_another_method(headers: dict[str, str]) -> None:
+    app, refused = guarded()
+    async with client(app) as stranger:
+        assert (await stranger.options("/metrics/", headers=headers)).status_code == 401
+        assert (await stranger.head("/metrics/")).status_code == 401
+    assert len(refused) == 2
+
+
+async def test_a_preflight_for_the_metrics_tells_nothing_of_them() -> None:
+    app, _ = guarded()
+    asked = {"Origin": "http://page", "Access-Control-Request-Method": "GET"}
+    async with client(app) as anybody:
+        assert (await anybody.options("/metrics/", headers=asked)).text == "OK"
 
 
 async def test_an_api_path_says_what_vllm_says() -> None:

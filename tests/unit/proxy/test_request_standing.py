@@ -5,10 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from cluster.config import SloConfig
 from proxy.frontend.request_context import PriorityOutOfRange, current_standing
-from proxy.frontend.request_standing import RequestStanding, model_of
+from proxy.frontend.request_standing import RequestStanding, model_of, said_by_headers
 from proxy.frontend.status_line import Message, StatusLine
 from proxy.scheduling.slo import Standing
 from proxy.slo.rules import SloRules
@@ -124,3 +125,10 @@ async def test_a_websocket_has_a_class_too() -> None:
     assert seen[0].slo.name == "batch"
     sent, _, _ = await ask(kind="websocket", X_Slo_Class="god")
     assert sent[0]["type"] == "websocket.close"
+
+
+def test_of_two_keys_the_one_counts_that_was_checked() -> None:
+    headers = [(b"authorization", b"Bearer checked"), (b"Authorization", b"Bearer made-up")]
+    assert said_by_headers(headers) == ("", "checked")
+    assert Headers(raw=[(name.lower(), value) for name, value in headers]).get("Authorization") == "Bearer checked"
+    assert said_by_headers([(b"authorization", b"Basic x"), *headers]) == ("", "")

@@ -23,6 +23,7 @@ from proxy.api_servers.settings import (
     metrics_dir,
     read_api_server_settings,
 )
+from proxy.slo.rules import SloRules
 
 
 def commands(directory: Path, api_servers: int) -> list[WorkerCommand]:
@@ -44,6 +45,17 @@ def test_every_further_process_inherits_the_socket_and_finds_its_settings(tmp_pa
     assert (settings.index, settings.model, settings.config.server.api_servers) == (2, "a/model", 3)
     assert second.env == {"HOME": "/root", "PROMETHEUS_MULTIPROC_DIR": str(metrics_dir(tmp_path))}
     assert Path(second.argv[-1]).stat().st_mode & 0o777 == 0o600, "the API key is in it"
+
+
+def test_a_further_process_is_told_which_key_belongs_to_which_class(tmp_path: Path) -> None:
+    classes = {name: {"api_keys": [f"key-{name}"]} for name in ("gold", "batch")}
+    config = ClusterConfig.model_validate({"server": {"api_servers": 2}, "slo": {"classes": classes}})
+    with socket.socket() as listening:
+        (command,) = api_server_commands(config, "a/model", tmp_path, listening, {})
+    told = read_api_server_settings(Path(command.argv[-1]))
+    assert told.config == config
+    assert SloRules(told.config.slo).standing(api_key="key-gold").slo.name == "gold"
+    assert "key-gold" not in told.model_dump_json() + repr(told) + str(told.model_dump())
 
 
 def test_connections_are_counted_where_all_processes_see_them(tmp_path: Path) -> None:
