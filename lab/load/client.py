@@ -31,6 +31,8 @@ class Record(msgspec.Struct):
     error: str = ""
     """Also of a reply that is shorter than asked for. Empty: the request came whole."""
     text: str = ""
+    retry_after_s: float | None = None
+    """What the server said in `Retry-After`."""
 
     @property
     def late_s(self) -> float:
@@ -75,6 +77,8 @@ async def complete(
             record.status = answer.status
             if answer.status != 200:
                 record.error = f"{answer.status}: {(await answer.text())[:300]}"
+                if told := answer.headers.get("Retry-After"):
+                    record.retry_after_s = float(told)
             else:
                 await _read(answer, record, started_s, reply)
     except TimeoutError:
