@@ -139,9 +139,13 @@ def _prepare(
     from proxy.frontend.vllm_server import ApiServerSeat, VllmServer
 
     seat = None
-    if runtime_dir is not None and config.server.api_servers > 1:
-        seat = ApiServerSeat(0, config.server.api_servers, open_loads(loads_path(runtime_dir)))
-    server = VllmServer(config, model_path, listening, seat)
+    try:
+        if runtime_dir is not None and config.server.api_servers > 1:
+            seat = ApiServerSeat(0, config.server.api_servers, open_loads(loads_path(runtime_dir)))
+        server = VllmServer(config, model_path, listening, seat)
+    except BaseException:
+        listening.close()  # whoever waits for this thread may be gone
+        raise
     if abandoned.is_set():
         # Nobody waits for it any more; a thread cannot be cancelled.
         server.close()
