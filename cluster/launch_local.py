@@ -318,3 +318,13 @@ def last_lines(path: Path, start: int = 0) -> list[str]:
 def remove_runtime_dir(runtime_dir: Path) -> None:
     """Removes sockets, settings and logs of a run that ended well."""
     shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+def keep_logs_only(runtime_dir: Path) -> None:
+    """Leaves the logs of a run that failed; keys, and settings with keys in them, go."""
+    for path in sorted(runtime_dir.rglob("*"), reverse=True):  # what is in a directory before the directory
+        with contextlib.suppress(OSError):  # a directory that still holds a log
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            elif path.suffix != ".log":
+                path.unlink()

@@ -5,7 +5,7 @@ from proxy.flights.events import Cause
 from proxy.flights.trip import Trip
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.slo import PROBE
-from proxy.slo.rate_limits import RateLimits, Reservation
+from proxy.slo.rate_limits import RateLimits
 
 
 class KeyBudgets:
@@ -23,7 +23,7 @@ class KeyBudgets:
         if standing.slo == PROBE:
             return None
         if leader is not None:
-            trip.reserved = Reservation(leader.reserved.window, shape.max_tokens, 0)
+            trip.reserved = leader.reserved.for_sibling()
             return None
         taken = self._limits.take(standing.tenant, shape.num_prompt_tokens, shape.max_tokens, trip.choices)
         if isinstance(taken, Cause):

@@ -26,6 +26,7 @@ from cluster.launch_local import (
     LocalLauncher,
     WorkerCommand,
     WorkerExit,
+    keep_logs_only,
     make_runtime_dir,
     remove_runtime_dir,
     worker_command,
@@ -339,6 +340,7 @@ class _Cluster:
         if self._clean or self._stop.is_set():
             remove_runtime_dir(self._runtime_dir)
         else:
+            keep_logs_only(self._runtime_dir)
             self._console.print(f"twinpool: the logs are in {self._runtime_dir}", markup=False, soft_wrap=True)
 
 

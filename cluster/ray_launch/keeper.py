@@ -25,6 +25,7 @@ from cluster.launch_local import (
     LocalLauncher,
     WorkerCommand,
     WorkerExit,
+    keep_logs_only,
     make_runtime_dir,
     remove_runtime_dir,
 )
@@ -110,6 +111,8 @@ class _Keeper:
         await self._launcher.stop(0)
         if self._asked_to_end or ended.returncode == 0:
             remove_runtime_dir(directory)
+        else:
+            keep_logs_only(directory)
 
     async def _obey(self, worker_id: str) -> None:
         """Until the line ends; then the worker is ended as well."""

@@ -77,6 +77,9 @@ class Door:
         listening.monitor(address, EVENTS)
         self._monitor = context.socket(zmq.PAIR, socket_class=zmq.Socket)
         self._monitor.linger = 0
+        # If events could fill it, ZMQ's thread would wait for `attend`, and so would the traffic of all peers; `close`
+        # would wait for that thread for ever.
+        self._monitor.rcvhwm = 0
         self._monitor.connect(address)
         self._listening = listening
         self.sockets = (answerer, self._monitor)

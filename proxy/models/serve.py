@@ -16,7 +16,7 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from cluster.config import ServerConfig
-from cluster.launch_local import LaunchError, make_runtime_dir, remove_runtime_dir
+from cluster.launch_local import LaunchError, keep_logs_only, make_runtime_dir, remove_runtime_dir
 from cluster.models.config import FrontConfig
 from cluster.models.models_file import Models, check_access, check_models
 from cluster.preflight.machine import detect_machine
@@ -154,6 +154,7 @@ class _FrontRun:
         if self._stop.is_set():
             remove_runtime_dir(runtime_dir)
         else:
+            keep_logs_only(runtime_dir)
             self._console.print(f"twinpool: the logs are in {runtime_dir}", markup=False, soft_wrap=True)
 
 

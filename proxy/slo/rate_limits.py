@@ -42,6 +42,12 @@ class Reservation:
     """Of this request; with its siblings' they add up to what was counted."""
     prompt_tokens: int
     """That it uses in any case; a prompt is counted with the first of several choices."""
+    of_sibling: int = 0
+    """Tokens of each further choice."""
+
+    def for_sibling(self) -> "Reservation":
+        """Of a further choice, which may come to stand in for the first one."""
+        return Reservation(self.window, self.of_sibling, 0, self.of_sibling)
 
 
 NOTHING = Reservation("", 0, 0)
@@ -95,7 +101,11 @@ class RateLimits:
             self._limiter.hit(item, whose, cost=amount)
         if tokens is None:
             return NOTHING
-        return Reservation(_windows(self._storage, tokens, whose)[1], cost - (choices - 1) * max_tokens, prompt_tokens)
+        # `max_tokens`, unless the whole is more than the budget. No share is negative: counters do not go below 0, so
+        # what siblings give back before that would be added would be lost.
+        each = max(0, cost - prompt_tokens) // choices
+        window = _windows(self._storage, tokens, whose)[1]
+        return Reservation(window, cost - (choices - 1) * each, prompt_tokens, each)
 
     def settle(self, reserved: Reservation, answer_tokens: int) -> None:
         """A request has ended. What it did not use is free again; if it used more, that counts as well."""

@@ -44,9 +44,12 @@ class EngineCalls:
         waits = {worker.worker_id: self._ask(worker.worker_id, method, packed) for worker in workers}
         if not waits:
             return {}
-        _, late = await asyncio.wait(waits.values(), timeout=timeout_s)
-        for future in late:
-            future.cancel()
+        try:
+            _, late = await asyncio.wait(waits.values(), timeout=timeout_s)
+        finally:
+            # Also when the caller is cancelled: nobody waits for these any more.
+            for future in waits.values():
+                future.cancel()
         return {
             worker_id: UtilityError(f"worker {worker_id} did not answer {method} within {timeout_s:g} s")
             if future in late

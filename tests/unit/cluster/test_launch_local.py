@@ -19,6 +19,7 @@ from cluster.launch_local import (
     WorkerCommand,
     WorkerExit,
     describe_exit,
+    keep_logs_only,
     make_runtime_dir,
     worker_command,
 )
@@ -294,3 +295,16 @@ def test_a_worker_is_told_its_part_of_the_configuration(tmp_path: Path) -> None:
 )
 def test_the_end_of_a_worker_is_described_by_its_root_cause(returncode: int, lines: list[str], sentence: str) -> None:
     assert describe_exit("w", returncode, lines) == sentence
+
+
+def test_of_a_run_that_failed_the_logs_stay_and_no_key_does(tmp_path: Path) -> None:
+    nested, metrics = tmp_path / "twinpool-of-a-model", tmp_path / "metrics"
+    nested.mkdir()
+    metrics.mkdir()
+    for name in ("cluster.key", "prefill-0.key", "api-server-1.json", "prefill-0.log", "metrics/counter.db"):
+        (tmp_path / name).write_text(name)
+    (nested / "decode-0.log").write_text("why")
+    (nested / "decode-0.json").write_text("a key")
+    keep_logs_only(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["prefill-0.log", "twinpool-of-a-model", "twinpool-of-a-model/decode-0.log"]

@@ -99,10 +99,19 @@ def test_several_choices_share_one_prompt(clock: Clock) -> None:
     first = taken(limited.take, "a", 100, 200, 3)
     assert (first.tokens, first.prompt_tokens) == (300, 100)
     refused(limited.take, "a", 1, 301)
-    for reserved in (first, Reservation(first.window, 200, 0), Reservation(first.window, 200, 0)):
+    for reserved in (first, first.for_sibling(), first.for_sibling()):
         limited.settle(reserved, 10)
     taken(limited.take, "a", 100, 770)  # 130 were used
     refused(limited.take, "a", 1, 1)
+
+
+def test_choices_that_ask_for_more_than_the_limit_count_what_they_used_whichever_ends_first(clock: Clock) -> None:
+    limited, _ = limits(tokens_per_minute=1000)
+    first = taken(limited.take, "a", 100, 1000, 4)
+    for reserved in (*[first.for_sibling()] * 3, first):
+        limited.settle(reserved, 50)
+    refused(limited.take, "a", 100, 601)  # 300 were used
+    taken(limited.take, "a", 100, 600)
 
 
 def test_more_than_the_limit_is_taken_when_nothing_else_counts_and_then_counts_in_full(clock: Clock) -> None:

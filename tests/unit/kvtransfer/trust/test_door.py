@@ -121,6 +121,11 @@ def test_nobody_gets_in_before_the_door_is_attended(server: Server, context: "zm
         server.until(lambda: server.heard == [b"hi"])
 
 
+def test_however_many_come_while_nobody_attends_zmqs_thread_does_not_wait(server: Server) -> None:
+    # A full monitor would stop all traffic of the context, and `close` for ever; some 700 connections fill one.
+    assert server.door.sockets[1].rcvhwm == 0
+
+
 def test_a_door_without_a_key_stands_open() -> None:
     with zmq_context() as context, context.socket(zmq.ROUTER) as router:
         door = Door(context, router, None)
