@@ -73,7 +73,7 @@ class FrontConfig(ConfigNode):
     admin_key: ApiKeys = Field(
         default_factory=list,
         description="Keys for orders: /admin, where models are added with whatever options and environment, and orders "
-        "about workers. They are good for everything else too. Empty: those of api_key.",
+        "about workers and LoRA adapters. They are good for everything else too. Empty: those of api_key.",
     )
     open_to_all: bool = Field(
         default=False,

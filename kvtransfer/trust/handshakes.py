@@ -4,7 +4,7 @@ Most refusals are told as such. A peer that begins like no version of ZMQ with e
 disconnected again, and nothing links the two to a handshake that succeeded; so those are found by counting.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import zmq
 
@@ -27,7 +27,8 @@ class Handshakes:
         """`limit_s`: no handshake takes longer, including the time until it is told here."""
         self.refused: Counter[str] = Counter()
         self._limit_s = limit_s
-        self._open: dict[int, float] = {}  # descriptor of the connection -> when it was accepted
+        # Descriptor of the connection -> when it was accepted, oldest first; not for longer than a handshake takes.
+        self._open: OrderedDict[int, float] = OrderedDict()
         self._undecided = 0
 
     def take(self, event: int, value: int, now_s: float) -> None:
@@ -35,6 +36,7 @@ class Handshakes:
         if event == _ACCEPTED:
             self._undecided += 1
             self._open[value] = now_s
+            self._open.move_to_end(value)
         elif event == _DISCONNECTED:
             self._open.pop(value, None)
         elif event == _SUCCEEDED:
@@ -42,7 +44,8 @@ class Handshakes:
         elif reason := _REASONS.get(event):
             self._undecided -= 1
             self.refused[reason] += 1
-        under_way = sum(now_s - accepted_s <= self._limit_s for accepted_s in self._open.values())
-        if (gone := self._undecided - under_way) > 0:
+        while self._open and now_s - next(iter(self._open.values())) > self._limit_s:
+            self._open.popitem(last=False)
+        if (gone := self._undecided - len(self._open)) > 0:
             self._undecided -= gone
             self.refused["no_valid_handshake"] += gone

@@ -12,6 +12,8 @@ PREFIX = "/models/"
 """`/models/NAME/...` is the path `...` of the model NAME, whatever the body says."""
 _OBSERVING_METHODS = ("GET", "HEAD", "OPTIONS")
 _OBSERVING_PATHS = ("/twinpool/", "/admin/")
+_ADAPTER_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
+"""Have the cluster read any directory, or take from all clients what they use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,10 @@ class Target:
 
 
 def is_order(method: str, path: str) -> bool:
-    """Whether it is for operators: about models, or about the workers of one. `path` is not percent-encoded."""
-    return "/admin/" in path or ("/twinpool/" in path and method not in _OBSERVING_METHODS)
+    """Whether it is for operators: about models, or about workers or adapters of one. `path` is not percent-encoded."""
+    if "/admin/" in path or path.endswith(_ADAPTER_PATHS):
+        return True
+    return "/twinpool/" in path and method not in _OBSERVING_METHODS
 
 
 class _Asked(msgspec.Struct):

@@ -40,3 +40,13 @@ def test_a_silent_failure_is_counted_at_the_latest_when_nothing_else_can_be_unde
     assert refused(*events, (ACCEPTED, 9, 11.0), (SUCCEEDED, 0, 11.0), (DISCONNECTED, 9, 12.0)) == {
         "no_valid_handshake": 1
     }
+
+
+def test_connections_that_stay_are_forgotten_once_their_handshake_must_be_over() -> None:
+    handshakes = Handshakes(limit_s=10.0)
+    for now_s, descriptor in enumerate((7, 8, 7)):  # a descriptor may come again before its end was told
+        handshakes.take(ACCEPTED, descriptor, float(now_s))
+    handshakes.take(SUCCEEDED, 0, 11.5)
+    assert list(handshakes._open) == [7]
+    handshakes.take(SUCCEEDED, 0, 12.5)
+    assert not handshakes._open

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from proxy.models import residency
 from tests.unit.proxy.models.front_server import MODEL, Running, asks, echo, front, until
@@ -147,6 +148,9 @@ async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
             for key, status in (("open", 401), ("master", 503)):  # 503: the model is not up
                 async with running.http.post(path, headers={"Authorization": f"Bearer {key}"}) as response:
                     assert response.status == status, (key, path)
+        for path in ("/v1/load_lora_adapter", "/models/alpha/v1/%6coad_lora_adapter", "/v1/unload_lora_adapter"):
+            async with running.http.post(URL(path, encoded=True), headers={"Authorization": "Bearer open"}) as response:
+                assert response.status == 401, path
 
 
 async def test_a_model_can_be_added_and_removed(tmp_path: Path) -> None:
