@@ -32,7 +32,9 @@ def read_document(kind: type[Settings], path: Path, what: str, advice: str, fail
     except OSError as error:
         raise failure(f"cannot read the {what} {path}: {error.strerror}") from error
     except ValidationError as error:
-        raise failure(
-            f"the {what} {path} do not fit this version of twinpool; {advice} `twinpool serve` of the same "
-            f"installation. {error}"
-        ) from error
+        # Without the values: this is logged, and keys are among them. For that reason no `from` either.
+        reasons = [f"{'.'.join(map(str, each['loc'])) or 'the document'}: {each['msg']}" for each in error.errors()]
+    raise failure(
+        f"the {what} {path} do not fit this version of twinpool; {advice} `twinpool serve` of the same installation. "
+        + "; ".join(reasons)
+    )

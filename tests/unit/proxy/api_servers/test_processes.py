@@ -1,12 +1,14 @@
 """How further API server processes are started."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,15 @@ def test_every_further_process_inherits_the_socket_and_finds_its_settings(tmp_pa
     assert (settings.index, settings.model, settings.config.server.api_servers) == (2, "a/model", 3)
     assert second.env == {"HOME": "/root", "PROMETHEUS_MULTIPROC_DIR": str(metrics_dir(tmp_path))}
     assert Path(second.argv[-1]).stat().st_mode & 0o777 == 0o600, "the API key is in it"
+
+
+def test_settings_that_do_not_fit_are_described_without_the_keys_in_them(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    class_of = {"api_keys": ["hunter2"], "unheard_of": 1}
+    path.write_text(json.dumps({"config": {"slo": {"classes": {"a": class_of}}, "server": [{"api_key": "hunter2"}]}}))
+    with pytest.raises(ApiServerSettingsError, match=r"config\.slo\.classes\.a\.unheard_of: Extra inputs") as caught:
+        read_api_server_settings(path)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_further_process_is_told_which_key_belongs_to_which_class(tmp_path: Path) -> None:
