@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ def living_record(port: int) -> Record | None:
         record = msgspec.json.decode(record_path(port).read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError):
         return None
-    if began(record.pid) == record.began:
+    if lives(record):
         return record
     forget(port)
     return None
@@ -116,6 +117,26 @@ def living_ports() -> list[int]:
     """On which clusters are up."""
     ports = sorted(int(path.stem) for path in state_dir().glob("*.json") if path.stem.isdigit())
     return [port for port in ports if living_record(port) is not None]
+
+
+def lives(record: Record) -> bool:
+    """Its process, and not another one with the same number, has not ended."""
+    return record.began != "" and began(record.pid) == record.began
+
+
+def ask_to_end(record: Record) -> None:
+    """SIGTERM to its process, and to no other one that has got its number meanwhile; nothing if it has ended."""
+    try:
+        process = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if lives(record):
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(process)
 
 
 def began(pid: int) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,9 +15,11 @@ from rich.console import Console
 from cluster.background.record import (
     BackgroundError,
     Record,
+    ask_to_end,
     began,
     config_hash,
     forget,
+    lives,
     living_ports,
     living_record,
     locked,
@@ -103,8 +104,8 @@ def _await(record: Record, port: int) -> Record:
     log = Path(record.log)
     try:
         with console.status("starting"):
-            while not (url := _url(log)):
-                if began(record.pid) != record.began:
+            while not (url := record.url or _url(log)):
+                if not lives(record):
                     forget(port)
                     raise BackgroundError(f"the cluster did not come up; the end of {log}:\n{_tail(log)}")
                 if time.monotonic() > deadline_s:
@@ -114,7 +115,7 @@ def _await(record: Record, port: int) -> Record:
                     )
                 time.sleep(_LOOK_AGAIN_S)
     except KeyboardInterrupt:
-        os.kill(record.pid, signal.SIGTERM)
+        ask_to_end(record)
         _until_ended(record, record.stop_timeout_s + _MARGIN_S)
         forget(port)
         raise
@@ -126,17 +127,25 @@ def _await(record: Record, port: int) -> Record:
 
 def _url(log: Path) -> str:
     """Where the cluster says that it serves; empty until it does."""
-    found = _SERVING_LINE.search(log.read_text(errors="replace"))
+    found = _SERVING_LINE.search(_text(log))
     return found[1] if found else ""
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    return "\n".join(f"  | {line}" for line in _text(log).splitlines()[-_LAST_LINES:])
+
+
+def _text(log: Path) -> str:
+    """Empty if somebody has removed it."""
+    try:
+        return log.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _until_ended(record: Record, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
-    while began(record.pid) == record.began:
+    while lives(record):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_LOOK_AGAIN_S)
@@ -164,10 +173,14 @@ def down(port: Port = None, now: Now = False, timeout_s: TimeLimit = None, api_k
 
 
 def _stop(record: Record, port: int, now: bool, timeout_s: float | None, api_key: str) -> None:
-    if not now and record.url:
-        give_order(record.url, api_key, "/twinpool/close", CloseOrder())
-        _until_idle(record, time.monotonic() + (timeout_s or record.drain_timeout_s), api_key)
-    os.kill(record.pid, signal.SIGTERM)
+    try:
+        if not now and record.url:
+            give_order(record.url, api_key, "/twinpool/close", CloseOrder())
+            _until_idle(record, time.monotonic() + (timeout_s or record.drain_timeout_s), api_key)
+    except CallFailed:
+        if lives(record):
+            raise  # whoever ends meanwhile, ends without an answer
+    ask_to_end(record)
     if not _until_ended(record, record.stop_timeout_s + _MARGIN_S):
         raise BackgroundError(f"process {record.pid} of the cluster does not end; see {record.log}")
     forget(port)
@@ -177,7 +190,7 @@ def _until_idle(record: Record, deadline_s: float, api_key: str) -> None:
     """Returns when no request is left, at the latest at the deadline: what is left then gets an error."""
     console = Console(stderr=True, highlight=False)
     with console.status("finishing requests") as line:
-        while began(record.pid) == record.began and time.monotonic() < deadline_s:
+        while lives(record) and time.monotonic() < deadline_s:
             status = fetch_status(record.url, api_key)[1]
             left = status.requests_running + status.requests_waiting
             if not left:

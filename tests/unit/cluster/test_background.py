@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import msgspec
 import pytest
 import typer.testing
 
@@ -16,6 +17,7 @@ from cluster.background.record import BackgroundError, Record, began, config_has
 from cluster.preflight.config_file import load_config
 from cluster.terminal import background_commands
 from cluster.terminal.commands import app
+from cluster.terminal.server_calls import CallFailed
 
 SERVER = """
 import signal, sys, time
@@ -130,6 +132,38 @@ def test_another_process_with_the_number_of_a_dead_cluster_is_left_alone(home: P
     state_dir()
     record.write_record(8000, Record(os.getpid(), "0", "", "", "", 0.0, 0.0, 0.0))
     assert run("down", "--now") == (0, "nothing is up\n")
+
+
+def test_a_process_that_has_the_number_of_one_that_just_ended_gets_no_signal(home: Path) -> None:
+    mine = Record(os.getpid(), "0", "", "", "", 0.0, 0.0, 0.0)  # SIGTERM would end the tests
+    record.ask_to_end(mine)
+    ended = os.spawnv(os.P_NOWAIT, "/bin/true", ("true",))
+    os.waitpid(ended, 0)
+    record.ask_to_end(msgspec.structs.replace(mine, pid=ended))
+    assert not record.lives(msgspec.structs.replace(mine, pid=ended, began="")), "nobody knows when it began"
+
+
+def test_a_cluster_that_dies_while_it_is_taken_down_is_down(
+    home: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("up")[0] == 0
+    pid = known().pid
+
+    def dies(*_: object) -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise CallFailed("no answer")
+
+    monkeypatch.setattr(background_commands, "give_order", dies)
+    assert run("down") == (0, f"{url} is down\n")
+
+
+def test_a_cluster_is_still_up_when_its_log_was_emptied_or_removed(home: Path, url: str) -> None:
+    assert run("up")[0] == 0
+    record.log_path(8000).write_text("")
+    assert run("up") == (0, f"{url}\n")
+    record.log_path(8000).unlink()
+    assert run("up") == (0, f"{url}\n")
 
 
 def test_two_at_once_do_not_start_two_clusters(home: Path) -> None:
