@@ -146,9 +146,15 @@ class RayLauncher:
 
     async def _read(self, reader: asyncio.StreamReader, driver: asyncio.subprocess.Process) -> None:
         decoder = msgspec.json.Decoder[FromDriver](FromDriver)
-        with contextlib.suppress(ConnectionError):
+        try:
             while line := await reader.readline():
                 self._hear(decoder.decode(line))
+        except ConnectionError:
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:  # `ValueError`: a line without an end
+            log.error("ray_driver_not_understood pid=%d error=%s", driver.pid, error)
+            with contextlib.suppress(ProcessLookupError):
+                driver.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(driver.wait(), LEAVES_RAY_S)
         await self._drop_driver()
@@ -170,11 +176,11 @@ class RayLauncher:
                 )
             case NotStarted(worker_id=worker_id):
                 self._answer(worker_id, message)
-                self._gone[worker_id].set()
+                self._set_gone(worker_id)
             case Exited():
                 self._report(message)
             case Gone(worker_id=worker_id):
-                self._gone[worker_id].set()
+                self._set_gone(worker_id)
                 log.info("worker_gone worker=%s", worker_id)
             case Connected() | NoRay():
                 pass
@@ -183,6 +189,11 @@ class RayLauncher:
         waiting = self._answers.pop(worker_id, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
+
+    def _set_gone(self, worker_id: str) -> None:
+        # Who was not started may have been released before the driver has cleared up after it.
+        if (event := self._gone.get(worker_id)) is not None:
+            event.set()
 
     def _report(self, message: Exited) -> None:
         started = self._running.pop(message.worker_id, None)

@@ -1,9 +1,12 @@
+import asyncio
 import socket
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.launch_local import LaunchError
+from cluster.launch_local import LaunchError, WorkerCommand, WorkerExit
 from cluster.ray_launch.config import RayConfig
 from cluster.ray_launch.launcher import RayLauncher
 
@@ -16,3 +19,38 @@ async def test_a_cluster_that_is_not_there_is_told_at_once_with_what_to_do(tmp_p
         with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port}: .*refused.*`ray start --head`"):
             await launcher.connect(tmp_path, lambda _text: None)
         await launcher.stop(0)
+
+
+DRIVER = """
+import socket, sys
+line = socket.socket(fileno=int(sys.argv[1]))
+for text in LINES:
+    line.sendall(text.encode() + b"\\n")
+line.recv(1)
+"""
+
+
+async def test_a_driver_that_is_not_understood_is_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nobody would hear of any worker any more."""
+    lines = (
+        '{"type":"Connected","node_ip":"127.0.0.1"}',
+        '{"type":"Started","worker_id":"decode-0","pid":1,"node_ip":"127.0.0.1","log":"l"}',
+        '{"type":"Gone","worker_id":"decode-7"}',  # of one that was released already
+        '{"type":"Nonsense"}',
+    )
+    start = asyncio.create_subprocess_exec
+    source = DRIVER.replace("LINES", repr(lines))
+
+    async def driver(*argv: str, **options: Any) -> asyncio.subprocess.Process:
+        return await start(sys.executable, "-c", source, *argv[3:], **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", driver)
+    exits = asyncio.Queue[WorkerExit]()
+    launcher = RayLauncher(exits.put_nowait, RayConfig(), uses_gpus=False)
+    launcher._commands["decode-0"] = WorkerCommand("decode-0", "decode", (), {}, tmp_path / "log")
+    assert await launcher.connect(tmp_path, lambda _text: None) == "127.0.0.1"
+    lost = await asyncio.wait_for(exits.get(), 60)
+    assert (lost.worker_id, "was lost" in lost.cause) == ("decode-0", True)
+    await launcher.stop(0)
