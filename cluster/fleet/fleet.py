@@ -133,13 +133,24 @@ class Fleet:
         self._restarts.order(worker_id, "start")
 
     def knows(self, worker_id: str) -> bool:
-        """Whether it has a process of its own, which was started here: only such a one can be started again alone."""
-        return worker_id in self._commands and not self._commands[worker_id].others
+        """Whether it has a process of its own, which was started here: only such a one can be started again alone.
+
+        Not of one that is being removed.
+        """
+        command = self._commands.get(worker_id)
+        return command is not None and not command.others and worker_id not in self._removed
 
     def start_now(self, worker_id: str) -> None:
-        """Starts a worker's process; one that runs is ended first, with everything that it has."""
+        """Starts a worker's process; one that runs is ended first, with everything that it has.
+
+        One that is being made at this moment is the new one already, and a removed one does not come back.
+        """
+        if worker_id in self._removed:
+            return
         self._restarts.forgive(worker_id)
         self._note(worker_id, True, "it is started again, as it was told")
+        if worker_id in self._starting:
+            return
         if (pending := self._starts.pop(worker_id, None)) is not None:
             pending.cancel()
         if self.launcher.runs(worker_id):
@@ -252,6 +263,9 @@ class Fleet:
         self._notes[worker_id] = LaunchNote(starting, text, (known.starts if known else 0) + starts)
 
     def _start_in(self, worker_id: str, after_s: float) -> None:
+        pending = self._starts.get(worker_id)
+        if pending is not None and pending is not asyncio.current_task():
+            pending.cancel()  # two would start two processes of one worker
         self._starts[worker_id] = self._spawn(self._start_again(worker_id, after_s), f"start {worker_id}")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":

@@ -100,6 +100,8 @@ class Administration:
         if control is None:
             raise OrderRefused(409, "these workers were not started by this server; restart them where they run")
         self._refuse_during_a_restart()
+        if order.workers in self.leaving:
+            raise OrderRefused(409, f"worker {order.workers} is being removed and is not started again")
         if control.knows(order.workers) and order.workers not in self._known():
             # An API server. Nothing would be finished by waiting: its connections stay as long as clients like.
             control.start_now(order.workers)
@@ -133,8 +135,13 @@ class Administration:
         except NothingFree as error:
             raise OrderRefused(409, str(error)) from error
 
+    @property
+    def restarts(self) -> bool:
+        """A rolling restart is under way."""
+        return self._task is not None and not self._task.done()
+
     def _refuse_during_a_restart(self) -> None:
-        if self._task is not None and not self._task.done():
+        if self.restarts:
             assert self._rolling is not None
             doing = ", ".join(self._rolling.status.workers)
             raise OrderRefused(409, f"a restart of {doing} is under way; wait until it has ended")

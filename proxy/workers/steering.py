@@ -115,12 +115,16 @@ class Steering:
         }
 
     def _act(self, decision: Decision, now_s: float) -> None:
+        if self._administration.restarts:
+            return  # a worker that is about to be started again is missing for that long only
         if decision.reasons:
             log.info("autoscale want=%s convert=%d reasons=%s", dict(decision.want), decision.convert, decision.reasons)
         if decision.convert:
             self._convert("prefill" if decision.convert > 0 else "decode", abs(decision.convert))
         for role in ROLES:
             wanted, now = decision.want[role], self._resizing.members(role).count
+            if wanted == now:
+                self._refusals.pop(role, None)
             if wanted == now or (wanted > now and now_s < self._refused_until_s[role]):
                 continue
             self._refusals.pop(role, None)

@@ -150,6 +150,16 @@ async def test_a_pool_grows_and_shrinks_and_doing_it_twice_is_doing_it_once(tmp_
         assert administration.scale(ScaleOrder("decode", 2)).workers == ["decode-3"], "an id is never given out again"
 
 
+async def test_a_worker_that_is_being_removed_is_not_started_again(tmp_path: Path) -> None:
+    async with administered(tmp_path) as (cluster, administration, control):
+        stream = await cluster.add(cluster.request())
+        (leaving,) = administration.scale(ScaleOrder("prefill", 1)).workers
+        with pytest.raises(OrderRefused, match=f"{leaving} is being removed"):
+            administration.restart(RestartOrder(leaving))
+        assert control.started == []
+        await read(stream)
+
+
 async def test_requests_of_workers_that_are_removed_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
     async with administered(tmp_path) as (cluster, administration, _control):
         collectors = [await cluster.add(cluster.request(max_tokens=20)) for _ in range(6)]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.orders import RestartOrder
 from cluster.preflight.config_file import load_config
 from cluster.seats import NothingFree
 from proxy.frontend.status_report import report
@@ -108,6 +109,33 @@ async def test_what_is_refused_is_said_and_not_tried_again_at_once(tmp_path: Pat
         assert asked == [2, 2]
         steering.look(5.0, 75.0)
         assert steering.status.warnings == ["no GPUs are free for another decode worker"]
+
+
+async def test_nothing_is_ordered_while_workers_are_started_again_one_after_another(tmp_path: Path) -> None:
+    async with administered(tmp_path) as (cluster, administration, _control):
+        steering, script = steered(cluster, administration)
+        administration.restart(RestartOrder("decode"))
+        script.next = Decision({"prefill": 1, "decode": 3}, 1, ("the one that is started again is missing",))
+        steering.look(5.0, 5.0)
+        assert [worker.drains_to for worker in cluster.pool.roster.alive("prefill")] == ["", ""]
+        assert steering.status.warnings == []
+        await until(lambda: not administration.restarts)
+        assert administration.rolling is not None
+        assert administration.rolling.done == ["decode-0", "decode-1"]
+        assert len(cluster.pool.roster.workers) == 4
+
+
+async def test_a_refusal_is_forgotten_when_nothing_more_is_wanted(tmp_path: Path) -> None:
+    async with administered(tmp_path) as (cluster, administration, control):
+        steering, script = steered(cluster, administration)
+        assert isinstance(control, GrowingControl)
+        control.room = 0
+        script.next = Decision({"prefill": 2, "decode": 3})
+        steering.look(5.0, 5.0)
+        steering.look(5.0, 10.0)
+        assert len(steering.status.warnings) == 1, "said at the look after the one that was refused"
+        steering.look(5.0, 15.0)
+        assert steering.status.warnings == []
 
 
 def test_bounds_come_from_the_configuration_and_the_devices() -> None:

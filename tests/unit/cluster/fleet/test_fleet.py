@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -169,6 +169,60 @@ async def test_a_worker_that_is_removed_while_it_starts_is_ended(run: Run, tmp_p
         while len(machine.left_by) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not run.fleet.launcher.runs("decode-1")
+
+
+class SlowLauncher:
+    """Starts a process when it is let."""
+
+    def __init__(self) -> None:
+        self.let, self.asked, self.is_up = asyncio.Event(), 0, False
+        self.ended: list[str] = []
+
+    async def start(self, commands: Sequence[WorkerCommand]) -> None:
+        self.asked += 1
+        await self.let.wait()
+        self.is_up = True
+
+    def runs(self, worker_id: str) -> bool:
+        return self.is_up
+
+    async def until_gone(self, worker_id: str) -> None:
+        return
+
+    def release(self, worker_id: str) -> None:
+        return
+
+    async def end(self, worker_id: str, grace_s: float) -> None:
+        self.ended.append(worker_id)
+
+    async def stop(self, grace_s: float) -> None:
+        return
+
+    def stop_now(self, grace_s: float) -> None:
+        return
+
+
+async def test_who_is_to_start_now_while_he_is_being_started_is_started_once(tmp_path: Path) -> None:
+    launcher = SlowLauncher()
+    fleet = Fleet("on_failure", lambda _down: None, lambda _on_exit: launcher)
+    fleet.serve()
+    fleet.add(dummy(tmp_path))
+    async with asyncio.timeout(15):
+        while not launcher.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    fleet.start_now("decode-0")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    launcher.let.set()
+    async with asyncio.timeout(15):
+        while not launcher.is_up:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert (launcher.asked, launcher.ended) == (1, [])
+    fleet.remove("decode-0")
+    fleet.start_now("decode-0")
+    assert not fleet.knows("decode-0")
+    assert launcher.ended == [], "it finishes what it has"
+    await fleet.stop(0)
 
 
 def simulated_process(tmp_path: Path, *worker_ids: str) -> WorkerCommand:
