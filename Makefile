@@ -34,8 +34,10 @@ test: test-unit ## all tests: unit, then those with real engines (at most 20 min
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 # Importing vLLM takes a process 16 s, so one runs all tests that need it, beside two for the rest.
-UNIT_VLLM := $(addprefix tests/unit/,proxy prefill cluster/host cluster/prefix_events cluster/simulated cluster/fleet \
-	lab/proxy_cost) $(wildcard tests/unit/*/test_vllm_*.py)
+PROXY_WITHOUT_VLLM := $(addprefix tests/unit/proxy/,models scaling scheduling)
+UNIT_VLLM := $(filter-out $(PROXY_WITHOUT_VLLM),$(patsubst %/,%,$(sort $(dir $(wildcard tests/unit/proxy/*/test_*.py))))) \
+	$(wildcard tests/unit/proxy/test_*.py) $(addprefix tests/unit/,prefill cluster/host cluster/prefix_events \
+	cluster/simulated cluster/fleet lab/proxy_cost) $(wildcard tests/unit/*/test_vllm_*.py)
 
 test-unit: $(STAMP) ## tests without engines (at most a minute)
 	@$(MAKE) --no-print-directory --output-sync=target -j2 unit-vllm unit-rest

@@ -54,6 +54,14 @@ class ModelConfig(ConfigNode):
             return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
         return value
 
+    @field_validator("env")
+    @classmethod
+    def _an_environment_can_hold_it(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"{name!r} cannot be set; a name is not empty and has no '=', and NUL stands nowhere")
+        return env
+
     @model_validator(mode="after")
     def _its_cluster_is_given_once(self) -> "ModelConfig":
         if self.config is not None and self.cluster:

@@ -52,7 +52,7 @@ class Administration:
             return _reply(201, self._keeper.add(spec))
         except (BodyTooLarge, ClientLeft):
             return _refusal(413, f"a model is described in less than {_MAX_BODY_BYTES} bytes")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return _refusal(400, f"this is no model: {error}")
         except ConfigError as error:
             return _refusal(400, " ".join(str(problem) for problem in error.problems))

@@ -140,7 +140,7 @@ class Children:
         try:
             try:
                 await self.launcher.start([self._command(child)])
-            except (LaunchError, OSError) as error:
+            except (LaunchError, OSError, ValueError) as error:  # the last: what cannot stand in a process' arguments
                 cause = str(error)
             else:
                 if child.stopping:  # told before there was a process to end
@@ -149,6 +149,7 @@ class Children:
         finally:
             await child.session.close()
             child.socket.unlink(missing_ok=True)
+            child.socket.with_suffix(".yaml").unlink(missing_ok=True)
             if self._children.get(name) is child:
                 del self._children[name]
         log.info("model_gone model=%s cause=%s", name, cause)
@@ -210,7 +211,7 @@ class Children:
         server = dict(child.spec.tree.get("server") or {})
         tree = {**child.spec.tree, "server": {**server, "options": {**(server.get("options") or {})}}}
         tree["server"]["options"]["uds"] = str(child.socket)
-        path = self._runtime_dir / f"{child.socket.stem}.yaml"
+        path = child.socket.with_suffix(".yaml")
         path.touch(mode=0o600)
         path.write_text(yaml.safe_dump(tree))
         env = {name: value for name, value in self._environ.items() if name != API_KEY_VARIABLE}

@@ -84,10 +84,12 @@ async def pass_on(session: aiohttp.ClientSession, scope: Scope, path: str, body:
     url = URL(f"http://model{path}{'?' if query else ''}{query}", encoded=True)
     method = str(scope["method"])
     headers = _request_headers(scope["headers"])
+    if session.closed:  # its process has just ended
+        return await _no_reply(scope, send, path, None)
     try:
         response = await session.request(method, url, headers=headers, data=body or None, allow_redirects=False)
     except (aiohttp.ClientError, OSError) as error:
-        return await _no_reply(scope, send, error)
+        return await _no_reply(scope, send, path, error)
     async with response:
         await send({"type": "http.response.start", "status": response.status, "headers": _reply_headers(response)})
         try:
@@ -107,10 +109,10 @@ async def pass_on(session: aiohttp.ClientSession, scope: Scope, path: str, body:
     return Ended(response.status)
 
 
-async def _no_reply(scope: Scope, send: Send, error: BaseException) -> Ended:
-    """Nothing was sent yet, so the client gets an error of its own kind."""
-    log.warning("no_reply path=%s error=%s", scope.get("path"), error or type(error).__name__)
-    if isinstance(error, aiohttp.ClientConnectorError):
+async def _no_reply(scope: Scope, send: Send, path: str, error: BaseException | None) -> Ended:
+    """Nothing was sent yet, so the client gets an error of its own kind. `error` is None if nothing was tried."""
+    log.warning("no_reply path=%s error=%s", path, str(error) or type(error).__name__)
+    if error is None or isinstance(error, aiohttp.ClientConnectorError):
         await send_error(scope, send, 503, "The model's cluster does not accept requests", None, RETRY_AFTER)
         return Ended(503, broken=True)
     await send_error(scope, send, 502, "The model's cluster ended before it answered")
@@ -119,9 +121,17 @@ async def _no_reply(scope: Scope, send: Send, error: BaseException) -> Ended:
 
 def _request_headers(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
     """What goes on to the cluster; the length is that of the body, which is sent in one piece."""
-    given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
+    given = [(name.decode("latin-1").lower(), _as_sent(value)) for name, value in headers]
     dropped = _dropped(given) | {"content-length"}
     return CIMultiDict((name, value) for name, value in given if name not in dropped)
+
+
+def _as_sent(value: bytes) -> str:
+    """What aiohttp, which writes UTF-8, sends as these bytes. Bytes of other encodings become those of UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _reply_headers(response: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

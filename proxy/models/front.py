@@ -27,7 +27,7 @@ from proxy.models.routing import Target, find_target, is_order
 
 log = logging.getLogger("twinpool.models")
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = ("/health", "/ready")
 """Answered by the front itself, without a key."""
 _LIST_TIMEOUT_S = 5.0
 _LEARN_EVERY_S = 1.0
@@ -39,6 +39,11 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         """No keys: everybody may."""
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @property
+    def admits_everybody(self) -> bool:
+        """Whether there are no keys."""
+        return not self._digests
 
     def admit(self, headers: Headers) -> bool:
         """Whether a request carries one of the keys."""
@@ -80,11 +85,19 @@ class Front:
             await receive()
             await send({"type": "websocket.close", "code": 1008, "reason": "not served with several models"})
             return
-        keys = self._admin_keys if is_order(scope["method"], scope["path"]) else self._keys
-        if scope["path"] not in OPEN_PATHS and not keys.admit(Headers(scope=scope)):
+        headers = Headers(scope=scope)
+        is_an_order = is_order(scope["method"], scope["path"])
+        keys = self._admin_keys if is_an_order else self._keys
+        if scope["path"] not in OPEN_PATHS and not keys.admit(headers):
             self._metrics.rejected.labels("", "unauthorized").inc()
             challenge = [(b"www-authenticate", b"Bearer")]
             await send_error(scope, send, 401, "The API key is missing or wrong", None, challenge)
+            return
+        if is_an_order and self._admin_keys.admits_everybody and "origin" in headers:
+            # Any page that a browser of this machine shows could send it, and so start processes.
+            self._metrics.rejected.labels("", "web_page").inc()
+            text = "Orders from web pages need an API key; set server.admin_key"
+            await send_error(scope, send, 403, text)
             return
         await self._own(scope, receive, send)
 

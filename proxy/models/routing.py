@@ -1,8 +1,9 @@
 """Says for which model a request is, and how its path reads there. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import unquote
 
 import msgspec
 
@@ -68,12 +69,13 @@ def find_target(
     return Refused(400, "no_model_named", text)
 
 
-def _of_prefix(method: str, raw_path: str, listed: Iterable[str]) -> Target | Refused:
-    for name in sorted(listed, key=len, reverse=True):
-        for spelled in (name, quote(name, safe="")):
-            rest = raw_path.removeprefix(PREFIX + spelled)
-            if rest != raw_path and rest.startswith("/"):
-                return Target(name, rest, _observes(method, rest))
+def _of_prefix(method: str, raw_path: str, listed: list[str]) -> Target | Refused:
+    path = raw_path.removeprefix(PREFIX)
+    longest = max(map(len, listed), default=0) * 3  # a name with every character percent-encoded
+    ends = [match.start() for match in re.finditer("/", path[: longest + 1])]
+    for end in reversed(ends):  # the longest name first
+        if (name := unquote(path[:end])) in listed:
+            return Target(name, path[end:], _observes(method, path[end:]))
     return Refused.unknown(raw_path.removeprefix(PREFIX))
 
 
@@ -87,5 +89,5 @@ def _model_of(content_type: str, body: bytes) -> str | None:
         return None
     try:
         return msgspec.json.decode(body, type=_Asked).model
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # the latter with arrays nested some thousand deep
         return None

@@ -141,6 +141,17 @@ async def test_a_silent_cluster_is_killed(watched: Watched, monkeypatch: pytest.
     assert "silent" in told[2]
 
 
+async def test_what_cannot_be_started_ends_only_itself_and_leaves_no_keys_behind(watched: Watched) -> None:
+    children = watched.make().children
+    unusable = spec("alpha")
+    unusable.config.env["A=B"] = "1"  # the configuration refuses it
+    children.start(unusable)
+    assert (await watched.next())[:2] == ("down", "alpha")
+    assert list(watched.directory.glob("model-*")) == []
+    children.start(spec("beta"))
+    assert await watched.next() == ("up", "beta")
+
+
 async def test_one_that_is_stopped_while_it_is_being_started_is_gone_too(watched: Watched) -> None:
     children = watched.make().children
     children.start(spec("alpha", "hang"))

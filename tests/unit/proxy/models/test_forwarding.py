@@ -47,6 +47,14 @@ async def test_a_request_reaches_its_model_as_it_was_sent(tmp_path: Path) -> Non
     assert "user-agent" in came
 
 
+async def test_headers_that_are_not_ascii_stay_as_they_are(tmp_path: Path) -> None:
+    async with (
+        front(tmp_path, echo, models=ONE) as running,
+        running.http.post("/v1/completions", headers={"X-Request-Id": "größe"}) as response,
+    ):
+        assert ["x-request-id", "größe"] in (await response.json())["headers"]
+
+
 async def test_the_reply_is_the_models_own(tmp_path: Path) -> None:
     async def busy(_request: web.Request) -> web.StreamResponse:
         headers = {"Retry-After": "17", "X-Request-Id": "r-2", "Content-Type": "application/json"}
@@ -174,10 +182,13 @@ async def test_a_model_that_does_not_listen_is_a_503_that_says_when(tmp_path: Pa
         await (await running.http.post("/v1/completions", **asks("alpha"))).read()
         child = running.models.find("alpha")
         assert child is not None
-        await child.session.close()
+        await child.session.close()  # as it is when its process has just ended
+        async with running.http.post("/v1/completions", **asks("alpha")) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
         child.session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(tmp_path / "nobody.sock")))
         async with running.http.post("/v1/completions", **asks("alpha")) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        await running.until_metric('requests_broken_total{model="alpha"}', 2)
 
 
 async def test_a_large_body_passes_and_a_larger_one_is_refused_unread(tmp_path: Path) -> None:

@@ -132,12 +132,15 @@ async def test_further_names_of_a_model_lead_to_it(tmp_path: Path) -> None:
 async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
     keys = {"keys": ("sesame", "open"), "admin_keys": ("master",)}
     async with front(tmp_path, echo, models={"alpha": ON_DEMAND}, **keys) as running:  # type: ignore[arg-type]
-        for path in ("/v1/completions", "/tokenize", "/models/alpha/v1/completions", "/admin/models"):
+        for path in ("/v1/completions", "/tokenize", "/models/alpha/v1/completions", "/admin/models", "/metrics"):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}):
                 async with running.http.post(path, data=b"{}", headers=headers) as response:
                     assert response.status == 401
         assert running.models.started == []
-        await running.until_metric('requests_rejected_total{model="",reason="unauthorized"}', 12)
+        async with running.http.get("/metrics") as response:
+            assert response.status == 401
+        async with running.http.get("/metrics", headers={"Authorization": "Bearer open"}) as response:
+            assert 'requests_rejected_total{model="",reason="unauthorized"} 16.0' in await response.text()
         for key, path, status in (
             *(("open", "/v1/models", 200), ("master", "/v1/models", 200)),
             *(("open", "/admin/models", 401), ("master", "/admin/models", 200)),
@@ -151,6 +154,24 @@ async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
         for path in ("/v1/load_lora_adapter", "/models/alpha/v1/%6coad_lora_adapter", "/v1/unload_lora_adapter"):
             async with running.http.post(URL(path, encoded=True), headers={"Authorization": "Bearer open"}) as response:
                 assert response.status == 401, path
+
+
+async def test_a_web_page_gives_no_orders_without_a_key(tmp_path: Path) -> None:
+    page = {"Origin": "http://elsewhere.example", "Content-Type": "text/plain"}
+    with_key = {**page, "Authorization": "Bearer master"}
+    order = '{"name": "beta"}'
+    async with front(tmp_path, echo, models={"alpha": ON_DEMAND}) as running:
+        for path in ("/admin/models", "/models/alpha/twinpool/restart"):
+            async with running.http.post(path, data=order, headers=page) as response:
+                assert response.status == 403
+        async with running.http.post("/v1/completions", data='{"model": "alpha"}', headers={**page}) as response:
+            assert response.status == 200
+        assert running.models.started == ["alpha"]
+    async with (
+        front(tmp_path, echo, models={}, keys=("master",)) as running,
+        running.http.post("/admin/models", data=order, headers=with_key) as response,
+    ):
+        assert response.status == 201
 
 
 async def test_a_model_can_be_added_and_removed(tmp_path: Path) -> None:
@@ -217,10 +238,14 @@ async def test_what_cannot_be_added_or_removed_is_refused_with_the_reason(tmp_pa
             ({"name": "b", "cluster": {"server": {"port": 1}}}, 400, "server.port"),
             ({"name": "b", "config": "/etc/passwd"}, 400, "config names a file"),
             ({"name": "b", "cost": 2}, 400, "capacity"),
+            ({"name": "b", "env": {"A=B": "1"}}, 400, "models.b.env"),
+            ({"name": "b", "env": {"A": "1\0"}}, 400, "models.b.env"),
         ):
             async with running.http.post("/admin/models", json=body) as response:
                 assert response.status == status, body
                 assert text in (await response.json())["error"]["message"], body
+        async with running.http.post("/admin/models", data=b'{"x": ' + b"[" * 100_000) as response:
+            assert response.status == 400
         for path, status in (("beta", 404), ("alpha?timeout_s=soon", 400)):
             async with running.http.delete(f"/admin/models/{path}") as response:
                 assert response.status == status

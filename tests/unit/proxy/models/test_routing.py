@@ -8,6 +8,11 @@ from proxy.models.routing import Target, find_target
 LISTED = ["llama", "org/model", "org/model/chat"]
 NAMES = {**{name: name for name in LISTED}, "llama-batch": "llama"}
 JSON = "application/json"
+DEEP = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "model": "llama"}'
+BODIES_WITHOUT_A_NAME = [
+    *(b"", b"{}", b"not json", b'{"model": 7}', b'{"model": null}', b'{"model": "\xff"}', b"[]"),
+    pytest.param(DEEP, id="deep"),
+]
 
 
 def target(
@@ -40,7 +45,7 @@ def test_an_unknown_model_is_a_404() -> None:
     assert refused(target(body=b'{"model": "gpt"}')) == (404, "unknown_model")
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b"not json", b'{"model": 7}', b'{"model": null}', b"[]"])
+@pytest.mark.parametrize("body", BODIES_WITHOUT_A_NAME)
 def test_without_a_name_it_must_be_the_only_model(body: bytes) -> None:
     assert refused(target(body=body)) == (400, "no_model_named")
     assert target(body=body, listed=["llama"]) == Target("llama", "/v1/completions", observes=False)
@@ -59,6 +64,8 @@ def test_a_form_is_not_read() -> None:
         ("/models/org/model/metrics", "org/model", "/metrics"),
         ("/models/org/model/chat/metrics", "org/model/chat", "/metrics"),
         ("/models/org%2Fmodel/v1/responses/a%2Fb", "org/model", "/v1/responses/a%2Fb"),
+        ("/models/org%2fmodel/chat/metrics", "org/model/chat", "/metrics"),
+        ("/models/org/model/../llama/metrics", "org/model", "/../llama/metrics"),
     ],
 )
 def test_the_path_may_name_the_model_instead(path: str, model: str, rest: str) -> None:
