@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, sqrt
+from typing import NamedTuple
 
 from proxy.scaling.decode_need import BatchCosts, decode_workers, fit_in_memory
 from proxy.scaling.load import Level, Load
-from proxy.scaling.look import Decision, Look
+from proxy.scaling.look import Arrivals, Decision, Look
 from proxy.scaling.prefill_need import prefill_workers
 from proxy.scaling.rules import ScalingRules
 from proxy.scheduling.view import Role
@@ -31,14 +32,20 @@ SAMPLES = 256
 """Prompts of a class whose times are remembered."""
 
 
+class Wants(NamedTuple):
+    """By which requests are told apart; in the order in which prefill workers take them. Times in seconds."""
+
+    ttft_s: float
+    itl_s: float
+    gives_way: bool
+
+
 @dataclass(slots=True)
 class _Class:
-    """Requests that want the same."""
+    """Requests that want the same, whatever the names of their classes are."""
 
     load: Load
     service_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    itl_s: float = inf
-    gives_way: bool = False
     seen_at_s: float = 0.0
 
 
@@ -106,8 +113,7 @@ class Autoscaler:
         self._rules = rules
         self._now_s = 0.0
         """Since the first look."""
-        self._classes: dict[float, _Class] = {}
-        """By their target for the first token."""
+        self._classes: dict[Wants, _Class] = {}
         self._costs = BatchCosts()
         self._at_once = Level(rules.hold_s)
         """Requests for which decode workers must have room."""
@@ -133,21 +139,26 @@ class Autoscaler:
 
     def _learn(self, look: Look) -> None:
         rules = self._rules
+        came: dict[Wants, list[Arrivals]] = {}
         for arrivals in look.arrivals:
-            kind = self._classes.get(arrivals.ttft_s)
+            wants = Wants(arrivals.ttft_s, arrivals.itl_s, arrivals.gives_way)
+            came.setdefault(wants, []).append(arrivals)
+            kind = self._classes.get(wants)
             if kind is None:
-                kind = self._classes[arrivals.ttft_s] = _Class(Load(rules.hold_s))
+                kind = self._classes[wants] = _Class(Load(rules.hold_s))
                 kind.load.add(max(0.0, min(self._now_s, rules.hold_s) - look.seconds) or 1e-9, 0.0, 0.0)
             kind.service_s.extend(arrivals.prefill_s)
-            kind.itl_s, kind.gives_way, kind.seen_at_s = arrivals.itl_s, arrivals.gives_way, self._now_s
-        came = {arrivals.ttft_s: arrivals for arrivals in look.arrivals}
-        for target_s, kind in list(self._classes.items()):
-            of_class = came.get(target_s)
-            stands_for = of_class.count / max(1, len(of_class.prefill_s)) if of_class else 0.0
-            pieces = [s * look.prefill_share for s in of_class.prefill_s] if of_class else []
-            kind.load.add(look.seconds, sum(pieces) * stands_for, sum(s * s for s in pieces) * stands_for)
+            kind.seen_at_s = self._now_s
+        for wants, kind in list(self._classes.items()):
+            work = squares = 0.0
+            for arrivals in came.get(wants, ()):
+                stands_for = arrivals.count / max(1, len(arrivals.prefill_s))
+                pieces = [s * look.prefill_share for s in arrivals.prefill_s]
+                work += sum(pieces) * stands_for
+                squares += sum(s * s for s in pieces) * stands_for
+            kind.load.add(look.seconds, work, squares)
             if self._now_s - kind.seen_at_s > 2 * rules.hold_s:
-                del self._classes[target_s]
+                del self._classes[wants]
         self._costs.observe(look.batches)
         # Who waits before a prefill worker that is busy needs no room at a decode worker yet, but may have it.
         running = sum(batch.running for batch in look.batches)
@@ -177,7 +188,7 @@ class Autoscaler:
         late = least = most = 0.0
         need = _Need(0, 0, 0)
         waits_s = look.queued_prefill_s / max(1, look.pools["prefill"].serving)
-        for target_s, kind in sorted(self._classes.items()):
+        for (target_s, _, gives_way), kind in sorted(self._classes.items()):
             late += kind.load.of_late(rules.window_s)
             least += kind.load.at_least
             most += kind.load.at_most * (1 + rules.margin)
@@ -190,14 +201,14 @@ class Autoscaler:
                 target_s=target_s,
                 goal=rules.goal,
                 most=rules.bounds["prefill"].most,
-                gives_way=kind.gives_way,
+                gives_way=gives_way,
             )
             need = need.or_more(workers(late), workers(max(late, least) + backlog), workers(most))
         return need
 
     def _decode_need(self, look: Look) -> _Need:
         """For the requests that are there: what was asked for stays for a while, but a moment is no trend."""
-        itl_s = min((kind.itl_s for kind in self._classes.values()), default=inf)
+        itl_s = min((wants.itl_s for wants in self._classes), default=inf)
         by_time, by_memory = self._costs.most_at_once(itl_s), fit_in_memory(look.batches)
 
         def workers(requests: float, spread: float) -> int:
@@ -230,7 +241,9 @@ class Autoscaler:
         if (feedback.floor or feedback.useless) and not feedback.level / 2 <= level <= feedback.level * 1.5:
             feedback = pool.feedback = _Feedback()  # that was another load
         # What waits since before the pool grew says nothing about its size now.
-        caught_up = look.queued_prefill_s <= look.pools["prefill"].serving * min(self._classes, default=0.0)
+        caught_up = look.queued_prefill_s <= look.pools["prefill"].serving * min(
+            (wants.ttft_s for wants in self._classes), default=0.0
+        )
         is_steady = look.pools[role].coming == 0 and self._now_s - pool.changed_at_s >= rules.window_s
         settled = is_steady and caught_up
         missing = ""
@@ -318,7 +331,7 @@ class Autoscaler:
                 f"{100 * share:.0f} % of prompts alone take longer than their target for the first token; no number of "
                 "prefill workers helps: raise the target, give workers more tensor parallelism, or cap prompts"
             )
-        itl_s = min((kind.itl_s for kind in self._classes.values()), default=inf)
+        itl_s = min((wants.itl_s for wants in self._classes), default=inf)
         if (alone_s := self._costs.alone_s()) > itl_s:
             warnings.append(
                 f"a decode step takes {1000 * alone_s:.0f} ms for one request, the target is {1000 * itl_s:.0f} ms: "

@@ -313,3 +313,19 @@ def test_a_short_span_proves_a_jump_and_a_long_one_a_small_change() -> None:
 def test_the_fewest_workers_are_one_more_than_allowed_if_none_are_enough() -> None:
     assert prefill_workers(9.0, [1.0], 4.0, 0.96, 5, gives_way=True) == 6
     assert prefill_workers(0.0, [1.0], 4.0, 0.96, 5, gives_way=True) == 0
+
+
+def test_classes_that_want_the_same_or_only_the_first_token_as_soon_are_all_counted() -> None:
+    def wanted(*shares: tuple[int, float]) -> int:
+        situation = Situation()
+        for _ in range(30):
+            look = situation.look(0, 4)
+            arrivals = tuple(Arrivals(4.0, itl_s, True, count, (1.0,) * count) for count, itl_s in shares)
+            situation.sizes = dict(situation.autoscaler.decide(replace(look, arrivals=arrivals)).want)
+        return situation.sizes["prefill"]
+
+    alone = wanted((20, 0.1))
+    assert alone > wanted((10, 0.1))
+    assert wanted((10, 0.1), (10, 0.1)) == alone
+    assert wanted((10, 0.1), (10, 0.2)) >= alone
+    assert wanted((10, 0.2), (10, 0.1)) >= alone
