@@ -8,6 +8,7 @@ Run by the actor as `python -m cluster.ray_launch.keeper`, with lines of JSON on
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -117,11 +118,13 @@ class _Keeper:
     async def _obey(self, worker_id: str) -> None:
         """Until the line ends; then the worker is ended as well."""
         grace_s = watchdog.GRACE_S
-        while line := await self._reader.readline():
-            told = self._told.decode(line)
-            if isinstance(told, EndKept):
-                grace_s = told.grace_s
-                break
+        # What cannot be read is the end of the line, too: nobody else would end the worker.
+        with contextlib.suppress(msgspec.MsgspecError, ValueError):
+            while line := await self._reader.readline():
+                told = self._told.decode(line)
+                if isinstance(told, EndKept):
+                    grace_s = told.grace_s
+                    break
         self._asked_to_end = True
         await self._launcher.end(worker_id, grace_s)
 

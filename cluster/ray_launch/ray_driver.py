@@ -75,18 +75,19 @@ class _Driver:
         """Obeys until the line ends or says so."""
         decoder = msgspec.json.Decoder[ToDriver](ToDriver)
         grace_s = GRACE_S
-        while line := await self._reader.readline():
-            told = decoder.decode(line)
-            match told:
-                case Start(workers=workers):
-                    self._start(workers)
-                case End(worker_id=worker_id, grace_s=seconds):
-                    await self._end(worker_id, seconds)
-                case Release(worker_id=worker_id):
-                    self._room.release(worker_id)
-                case EndAll(grace_s=seconds):
-                    grace_s = seconds
-                    break
+        with contextlib.suppress(ConnectionError):  # a launcher that was killed may leave lines unread
+            while line := await self._reader.readline():
+                told = decoder.decode(line)
+                match told:
+                    case Start(workers=workers):
+                        self._start(workers)
+                    case End(worker_id=worker_id, grace_s=seconds):
+                        await self._end(worker_id, seconds)
+                    case Release(worker_id=worker_id):
+                        self._room.release(worker_id)
+                    case EndAll(grace_s=seconds):
+                        grace_s = seconds
+                        break
         await self._end_all(grace_s)
 
     def _start(self, orders: list[Wanted]) -> None:

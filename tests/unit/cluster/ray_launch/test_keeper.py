@@ -74,6 +74,16 @@ async def test_the_end_of_the_line_ends_the_worker_and_removes_its_directory(tmp
     assert list(runtime.iterdir()) == []
 
 
+async def test_an_order_that_cannot_be_read_ends_the_worker(tmp_path: Path, runtime: Path) -> None:
+    process, first = await keeper(job_of(tmp_path, "run-unread"), runtime)
+    assert isinstance(first, Started)
+    assert process.stdin is not None
+    process.stdin.write(b"{\n")
+    assert isinstance(await said(process), Exited)
+    process.stdin.close()
+    assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
 async def test_a_worker_that_is_killed_is_told_of_with_the_end_of_its_log(tmp_path: Path, runtime: Path) -> None:
     process, first = await keeper(job_of(tmp_path, "run-2"), runtime)
     assert isinstance(first, Started)
