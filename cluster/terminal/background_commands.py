@@ -24,6 +24,7 @@ from cluster.background.record import (
     living_record,
     locked,
     log_path,
+    record_path,
     write_record,
 )
 from cluster.config import ClusterConfig
@@ -70,6 +71,7 @@ def bring_up(config: ClusterConfig, arguments: Sequence[str]) -> None:
 
 def _start(config: ClusterConfig, arguments: Sequence[str]) -> Record:
     port = config.server.port
+    hashed = config_hash(config)
     log = log_path(port)
     log.unlink(missing_ok=True)
     pid = os.posix_spawn(
@@ -87,13 +89,19 @@ def _start(config: ClusterConfig, arguments: Sequence[str]) -> Record:
         pid=pid,
         began=began(pid),
         url="",
-        config_hash=config_hash(config),
+        config_hash=hashed,
         log=str(log),
         stop_timeout_s=config.stop_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
         start_timeout_s=config.start_timeout_s,
     )
-    write_record(port, record)
+    try:
+        write_record(port, record)
+    except BaseException as error:
+        ask_to_end(record)  # `twinpool down` would not find it
+        if isinstance(error, OSError):
+            raise BackgroundError(f"cannot write {record_path(port)}: {error.strerror}; nothing is up") from error
+        raise
     return record
 
 

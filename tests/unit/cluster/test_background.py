@@ -166,6 +166,19 @@ def test_a_cluster_is_still_up_when_its_log_was_emptied_or_removed(home: Path, u
     assert run("up") == (0, f"{url}\n")
 
 
+def test_a_cluster_of_which_no_note_can_be_made_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def full(_port: int, made: Record) -> None:
+        started.append(made.pid)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background_commands, "write_record", full)
+    code, said = run("up")
+    assert (code, "No space left" in said) == (1, True)
+    assert os.waitpid(started[0], 0)[1] == signal.SIGTERM
+
+
 def test_two_at_once_do_not_start_two_clusters(home: Path) -> None:
     with locked(8000):
         code, said = run("up")
