@@ -10,6 +10,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.models.messages import ModelList, ModelRemoval, ModelStatus
@@ -118,7 +119,7 @@ def model_table(models: ModelList) -> Table:
     for model in models.models:
         names = ", ".join([model.name, *model.aliases])
         numbers = (str(model.cost), str(model.running), str(model.waiting), str(model.starts))
-        table.add_row(names, model.policy, model.state, *numbers, model.cause)
+        table.add_row(names, model.policy, model.state, *numbers, escape(model.cause))
     return table
 
 

@@ -1,6 +1,7 @@
 """`/admin/models`: which models there are. The front has checked the API key."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Administration:
         try:
             text = request.query_params.get("timeout_s")
             within_s = float(text) if text is not None else None
-            if within_s is not None and not within_s >= 0:
+            if within_s is not None and not 0 <= within_s < math.inf:
                 raise ValueError
         except ValueError:
             return _refusal(400, "timeout_s is no number of seconds")

@@ -121,6 +121,12 @@ def test_the_list_shows_state_requests_and_room(script: Script) -> None:
     assert '"used": 2' in run(script, "model", "list", "--json")[1]
 
 
+def test_a_cause_with_brackets_is_shown_as_it_is(script: Script) -> None:
+    script.lists = [ModelList([status("down", cause="[/m]")])]
+    code, output = run(script, "model", "list")
+    assert (code, "[/m]" in output) == (0, True)
+
+
 def test_serve_takes_a_file_about_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     served: list[Models] = []
 

@@ -246,7 +246,10 @@ async def test_what_cannot_be_added_or_removed_is_refused_with_the_reason(tmp_pa
                 assert text in (await response.json())["error"]["message"], body
         async with running.http.post("/admin/models", data=b'{"x": ' + b"[" * 100_000) as response:
             assert response.status == 400
-        for path, status in (("beta", 404), ("alpha?timeout_s=soon", 400)):
+        for path, status in (
+            *(("beta", 404), ("alpha?timeout_s=soon", 400)),
+            *(("alpha?timeout_s=nan", 400), ("alpha?timeout_s=inf", 400)),
+        ):
             async with running.http.delete(f"/admin/models/{path}") as response:
                 assert response.status == status
         assert running.models.stopped == []
