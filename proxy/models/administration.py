@@ -16,7 +16,7 @@ from cluster.models.models_file import check_options, read_model
 from cluster.orders import Refusal, RefusalText
 from cluster.preflight.config_file import validated
 from cluster.preflight.problems import ConfigError
-from proxy.models.forwarding import BodyTooLarge, ClientLeft, read_body
+from proxy.models.forwarding import BodyStalled, BodyTooLarge, ClientLeft, read_body
 from proxy.models.keeper import Keeper, ModelsRefused
 
 _MAX_BODY_BYTES = 1 << 20
@@ -53,6 +53,8 @@ class Administration:
             return _reply(201, self._keeper.add(spec))
         except (BodyTooLarge, ClientLeft):
             return _refusal(413, f"a model is described in less than {_MAX_BODY_BYTES} bytes")
+        except BodyStalled:
+            return _refusal(408, "the description of the model stopped coming")
         except (msgspec.DecodeError, RecursionError) as error:
             return _refusal(400, f"this is no model: {error}")
         except ConfigError as error:

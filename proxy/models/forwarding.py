@@ -21,6 +21,8 @@ from proxy.frontend.status_line import Message, Receive, Scope, Send
 
 log = logging.getLogger("twinpool.models")
 
+BODY_PIECE_WITHIN_S = 60.0
+"""A client that sends nothing of its body for so long is given up."""
 RETRY_AFTER = ((b"retry-after", b"1"),)
 _OF_A_CONNECTION = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
@@ -33,6 +35,10 @@ _EVENT_NAMED = ("/v1/responses", "/v1/messages")
 
 class BodyTooLarge(Exception):
     """The body is longer than allowed."""
+
+
+class BodyStalled(Exception):
+    """Nothing more of the body came for `BODY_PIECE_WITHIN_S`."""
 
 
 class ClientLeft(Exception):
@@ -50,14 +56,18 @@ class Ended:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge`, before reading it if its length is given, or `ClientLeft`."""
+    """The whole body. Raises `BodyTooLarge` (before reading, if a length is given), `BodyStalled` or `ClientLeft`."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise BodyTooLarge
     chunks: list[bytes] = []
     size = 0
     while True:
-        message = await receive()
+        try:
+            async with asyncio.timeout(BODY_PIECE_WITHIN_S):
+                message = await receive()
+        except TimeoutError:
+            raise BodyStalled from None
         if message["type"] == "http.disconnect":
             raise ClientLeft
         chunk = message.get("body", b"")

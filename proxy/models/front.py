@@ -20,7 +20,17 @@ from proxy.frontend.error_reply import send_error
 from proxy.frontend.status_line import RETRY_AFTER_LIMIT_S, Receive, Scope, Send
 from proxy.models.administration import Administration
 from proxy.models.answers import Refused
-from proxy.models.forwarding import BodyTooLarge, ClientLeft, Ended, Sending, carried_out, pass_on, read_body
+from proxy.models.forwarding import (
+    BODY_PIECE_WITHIN_S,
+    BodyStalled,
+    BodyTooLarge,
+    ClientLeft,
+    Ended,
+    Sending,
+    carried_out,
+    pass_on,
+    read_body,
+)
 from proxy.models.keeper import Keeper, RequestRefused
 from proxy.models.metrics import FrontMetrics
 from proxy.models.routing import Target, find_target, is_order
@@ -112,6 +122,10 @@ class Front:
             text = f"The body is longer than max_body_bytes={self._max_body_bytes}"
             await self._refuse(scope, send, "", Refused(413, "body_too_large", text))
             return
+        except BodyStalled:
+            text = f"Nothing more of the body came for {BODY_PIECE_WITHIN_S:g} s"
+            await self._refuse(scope, send, "", Refused(408, "body_stalled", text))
+            return
         target = await self._target(scope, body)
         if isinstance(target, Refused):
             await self._refuse(scope, send, "", target)
@@ -164,6 +178,8 @@ class Front:
         if answer.retry_after_s is not None:
             whole_s = math.ceil(min(max(answer.retry_after_s, 1), RETRY_AFTER_LIMIT_S))
             headers.append((b"retry-after", str(whole_s).encode()))
+        if answer.status == 408:
+            headers.append((b"connection", b"close"))  # what may still come is no next request
         param = "model" if answer.status == 404 else None
         await send_error(scope, send, answer.status, answer.text, param, headers)
 

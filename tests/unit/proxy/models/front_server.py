@@ -105,6 +105,7 @@ class Running:
     """Speaks to the front."""
     keeper: Keeper
     models: FakeModels
+    port: int
 
     async def metric(self, name: str) -> float:
         """The value of a sample by its name with labels; 0 if there is none."""
@@ -156,7 +157,7 @@ async def front(
             keeper.attach(models, specs)
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(DEADLINE_S)) as client:
-                yield Running(client, keeper, models)
+                yield Running(client, keeper, models, listening.getsockname()[1])
         finally:
             keeper.close()
             for each in server.servers:

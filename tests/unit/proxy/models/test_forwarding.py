@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from proxy.models import forwarding
 from tests.unit.proxy.models.front_server import asks, echo, front, until
 
 ONE = {"alpha": {}}
@@ -205,6 +206,19 @@ async def test_a_large_body_passes_and_a_larger_one_is_refused_unread(tmp_path: 
             async with running.http.post("/v1/completions", data=data) as response:
                 assert response.status == 413
         await running.until_metric('requests_rejected_total{model="",reason="body_too_large"}', 2)
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/admin/models"])
+async def test_a_body_that_stops_coming_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> None:
+    monkeypatch.setattr(forwarding, "BODY_PIECE_WITHIN_S", 0.1)
+    async with front(tmp_path, echo, models=ONE) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_client_that_leaves_while_its_model_starts_does_not_wait_any_more(tmp_path: Path) -> None:
