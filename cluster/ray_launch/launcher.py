@@ -241,12 +241,16 @@ class RayLauncher:
         if not far:
             return
         await self._ensure_driver()
+        try:
+            wanted = [Wanted(self._job(command), self._claim(command)) for command in far]
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"the settings of a worker cannot be read any more: {error}") from error
         answers = {command.worker_id: asyncio.get_running_loop().create_future() for command in far}
         for command in far:
             self._commands[command.worker_id] = command
             self._gone[command.worker_id] = asyncio.Event()
         self._answers.update(answers)
-        self._tell(Start([Wanted(self._job(command), self._claim(command)) for command in far]))
+        self._tell(Start(wanted))
         await asyncio.wait(answers.values(), timeout=self._config.claim_timeout_s + ACTOR_S)
         for worker_id, answer in answers.items():
             if not answer.done():
@@ -364,7 +368,10 @@ def _node_ip(line: bytes, address: str, log_path: Path) -> str:
     if not line:
         said = "; ".join(last_lines(log_path)[-3:])
         raise LaunchError(_no_ray(address, f"the process that connects ended at once: {said or 'it said nothing'}"))
-    first: Connected | NoRay = msgspec.json.decode(line, type=Connected | NoRay)
+    try:
+        first: Connected | NoRay = msgspec.json.decode(line, type=Connected | NoRay)
+    except msgspec.MsgspecError as error:
+        raise LaunchError(_no_ray(address, f"the process that connects is not understood: {error}")) from error
     if isinstance(first, NoRay):
         raise LaunchError(_no_ray(address, first.reason))
     return first.node_ip

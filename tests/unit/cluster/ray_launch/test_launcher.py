@@ -30,16 +30,8 @@ line.recv(1)
 """
 
 
-async def test_a_driver_that_is_not_understood_is_taken_for_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise nobody would hear of any worker any more."""
-    lines = (
-        '{"type":"Connected","node_ip":"127.0.0.1"}',
-        '{"type":"Started","worker_id":"decode-0","pid":1,"node_ip":"127.0.0.1","log":"l"}',
-        '{"type":"Gone","worker_id":"decode-7"}',  # of one that was released already
-        '{"type":"Nonsense"}',
-    )
+def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """What stands in for the driver says these lines, and then nothing."""
     start = asyncio.create_subprocess_exec
     source = DRIVER.replace("LINES", repr(lines))
 
@@ -47,10 +39,46 @@ async def test_a_driver_that_is_not_understood_is_taken_for_lost(
         return await start(sys.executable, "-c", source, *argv[3:], **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", driver)
+
+
+async def test_a_driver_that_is_not_understood_is_taken_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise nobody would hear of any worker any more."""
+    says(
+        monkeypatch,
+        '{"type":"Connected","node_ip":"127.0.0.1"}',
+        '{"type":"Started","worker_id":"decode-0","pid":1,"node_ip":"127.0.0.1","log":"l"}',
+        '{"type":"Gone","worker_id":"decode-7"}',  # of one that was released already
+        '{"type":"Nonsense"}',
+    )
     exits = asyncio.Queue[WorkerExit]()
     launcher = RayLauncher(exits.put_nowait, RayConfig(), uses_gpus=False)
     launcher._commands["decode-0"] = WorkerCommand("decode-0", "decode", (), {}, tmp_path / "log")
     assert await launcher.connect(tmp_path, lambda _text: None) == "127.0.0.1"
     lost = await asyncio.wait_for(exits.get(), 60)
     assert (lost.worker_id, "was lost" in lost.cause) == ("decode-0", True)
+    await launcher.stop(0)
+
+
+async def test_a_start_without_settings_fails_and_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, '{"type":"Connected","node_ip":"127.0.0.1"}')
+    launcher = RayLauncher(lambda _exit: None, RayConfig(), uses_gpus=False)
+    await launcher.connect(tmp_path, lambda _text: None)
+    argv = ("python", "-m", "decode.worker", str(tmp_path / "removed.json"))
+    with pytest.raises(LaunchError, match=r"removed\.json"):
+        await launcher.start([WorkerCommand("decode-0", "decode", argv, {}, tmp_path / "log")])
+    await asyncio.wait_for(launcher.until_gone("decode-0"), 60)
+    await launcher.stop(0)
+
+
+async def test_a_driver_that_begins_with_nonsense_fails_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, "hello")
+    launcher = RayLauncher(lambda _exit: None, RayConfig(), uses_gpus=False)
+    with pytest.raises(LaunchError, match="not understood"):
+        await launcher.connect(tmp_path, lambda _text: None)
     await launcher.stop(0)
