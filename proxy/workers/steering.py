@@ -24,6 +24,8 @@ log = logging.getLogger("twinpool.scaling")
 MOST_WORKERS = 1024
 REFUSED_FOR_S = 60.0
 """So long an order that was refused is not repeated."""
+LONGEST_LOOK = 3.0
+"""Times `every_s`. More was a pause of this process or machine, in which nobody counted; it is no time without load."""
 
 
 def scaling_rules(config: ClusterConfig, devices: int | None) -> ScalingRules:
@@ -96,6 +98,7 @@ class Steering:
 
     def look(self, seconds: float, now_s: float) -> None:
         """One look, `seconds` after the last, and what follows from it."""
+        seconds = min(seconds, LONGEST_LOOK * self._rules.every_s)
         sizes = self._sizes()
         measured = self._observed.meter.take()
         decision = self._autoscaler.decide(look_at(self._observed.scheduler, measured, sizes, seconds))

@@ -125,6 +125,14 @@ async def test_nothing_is_ordered_while_workers_are_started_again_one_after_anot
         assert len(cluster.pool.roster.workers) == 4
 
 
+async def test_a_pause_is_not_taken_for_time_without_load(tmp_path: Path) -> None:
+    async with administered(tmp_path) as (cluster, administration, _control):
+        steering, script = steered(cluster, administration)
+        steering.look(6.0, 6.0)
+        steering.look(900.0, 906.0)
+        assert [look.seconds for look in script.seen] == [6.0, 15.0]
+
+
 async def test_a_refusal_is_forgotten_when_nothing_more_is_wanted(tmp_path: Path) -> None:
     async with administered(tmp_path) as (cluster, administration, control):
         steering, script = steered(cluster, administration)
