@@ -7,8 +7,9 @@ from typing import Literal
 Mode = Literal["on_failure", "never", "always"]
 
 BACKOFF_S = (1.0, 3.0, 10.0, 30.0)
-"""Before the next start, after so many quick failures in a row. One more, and it stays down."""
-STEADY_S = 60.0
+"""Before the next start, after so many quick failures in a row; the last one also after more. It stays down only if it
+fails once more without having come as far as the cluster: then it cannot start at all."""
+STEADY_S = 10.0
 """A worker that was in the cluster for so long did not fail quickly."""
 
 
@@ -82,14 +83,14 @@ class Restarts:
             return StayDown(f"`twinpool restart {worker_id}` starts it again")
         steady = joined_s is not None and now_s - joined_s >= STEADY_S
         record.quick_failures = 0 if steady else record.quick_failures + 1
-        if record.quick_failures > len(BACKOFF_S):
+        if joined_s is None and record.quick_failures > len(BACKOFF_S):
             failures = record.quick_failures
             record.quick_failures = 0
             return StayDown(
-                f"it failed {failures} times in a row within {STEADY_S:g} s and is not started again; repair the cause "
-                f"and call `twinpool restart {worker_id}`"
+                f"it failed {failures} times in a row, now before it was up, and is not started again; repair the "
+                f"cause and call `twinpool restart {worker_id}`"
             )
-        after_s = BACKOFF_S[max(0, record.quick_failures - 1)]
+        after_s = BACKOFF_S[min(max(0, record.quick_failures - 1), len(BACKOFF_S) - 1)]
         return StartAgain(after_s, f"it is started again in {after_s:g} s")
 
     def _of(self, worker_id: str) -> _Record:

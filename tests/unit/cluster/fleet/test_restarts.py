@@ -38,7 +38,15 @@ def test_each_quick_failure_waits_longer_and_one_too_many_is_the_last() -> None:
     assert restarts.ended("decode-0", 1, 0.0) == StartAgain(1.0, "it is started again in 1 s"), "each by itself"
 
 
-def test_a_minute_in_the_cluster_ends_the_row() -> None:
+def test_a_worker_that_comes_up_is_never_given_up() -> None:
+    restarts = Restarts("on_failure")
+    for number in range(20):
+        restarts.joined("prefill-0", float(number))
+        assert after_s(restarts, now_s=number + 0.5) == BACKOFF_S[min(number, len(BACKOFF_S) - 1)]
+    assert after_s(restarts) is None, "now it does not even come up"
+
+
+def test_some_time_in_the_cluster_ends_the_row() -> None:
     restarts = Restarts("on_failure")
     for _ in range(3):
         after_s(restarts)
@@ -46,7 +54,7 @@ def test_a_minute_in_the_cluster_ends_the_row() -> None:
     assert after_s(restarts, now_s=100.0 + STEADY_S) == BACKOFF_S[0]
     restarts.joined("prefill-0", 200.0)
     assert after_s(restarts, now_s=201.0) == BACKOFF_S[0]
-    assert after_s(restarts, now_s=400.0) == BACKOFF_S[1], "a start that takes minutes and fails is no minute at work"
+    assert after_s(restarts, now_s=400.0) == BACKOFF_S[1], "a start that takes minutes and fails is no time at work"
 
 
 def test_an_order_wins_over_the_mode_and_holds_once() -> None:
