@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from cluster.autoscale_config import AutoscaleConfig
-from cluster.config_node import ApiKeys, ConfigNode, one_or_many
+from cluster.configuration.autoscale import AutoscaleConfig
+from cluster.configuration.node import ApiKeys, ConfigNode, one_or_many
+from cluster.configuration.security import RateLimitsConfig, SecurityConfig, one_address
 from cluster.ray_launch.config import RayConfig
-from cluster.security_config import RateLimitsConfig, SecurityConfig, one_address
 
 Role = Literal["prefill", "decode"]
 LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from cluster.config_node import WITH_KEYS
+from cluster.configuration.node import WITH_KEYS
 
 Settings = TypeVar("Settings", bound=BaseModel)
 

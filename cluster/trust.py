@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.security_config import SecurityConfig
+from cluster.configuration.security import SecurityConfig
 from kvtransfer.trust.door import Door, call_with_key, is_network
 from kvtransfer.trust.key import ClusterKey, KeyFileError, new_key, read_key, write_key
 

@@ -12,7 +12,7 @@ from pathlib import Path
 def main() -> None:
     # While imports last, which takes seconds, a SIGINT just ends the process; it may be inherited as ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from cluster.worker_host import run_worker
+    from cluster.host.worker_host import run_worker
     from cluster.worker_settings import WorkerSettingsError, read_worker_settings
 
     if len(sys.argv) != 2:

@@ -21,12 +21,12 @@ from kvtransfer.endpoint.loop import EndpointLoop
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import Wakeup
-from kvtransfer.export import ClosedExport
 from kvtransfer.gpu.gpu_links import open_gpu_links
 from kvtransfer.host_messages import RankStats
-from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import CacheMap
 from kvtransfer.links.host_memory import allow_reading, host_id
+from kvtransfer.transfers.export import ClosedExport
+from kvtransfer.transfers.imports import ClosedImport
 
 __all__ = ["ClosedExport", "ClosedImport", "EndpointDied", "EndpointSettings", "RankEndpoint"]
 

@@ -25,15 +25,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from kvtransfer import vllm_seeded_chunks
+from kvtransfer.connector import vllm_seeded_chunks
+from kvtransfer.connector.step_orders import ClosedRequest, StepOrders
+from kvtransfer.connector.vllm_content_format import content_format
+from kvtransfer.connector.vllm_rank_side import RankSide, StepResults
+from kvtransfer.connector.vllm_scheduler_side import SchedulerSide
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.layer_groups import LayerGroups
 from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
-from kvtransfer.step_orders import ClosedRequest, StepOrders
-from kvtransfer.vllm_content_format import content_format
-from kvtransfer.vllm_rank_side import RankSide, StepResults
-from kvtransfer.vllm_scheduler_side import SchedulerSide
+from kvtransfer.transfers.layer_groups import LayerGroups
 
 if TYPE_CHECKING:
     import torch

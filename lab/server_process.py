@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import watchdog
+from cluster.launch import watchdog
 from cluster.launch.held_start import GO, HOLD
 
 REPOSITORY = Path(__file__).resolve().parents[1]

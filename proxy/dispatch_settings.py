@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
-from cluster.security_config import RateLimitsConfig
+from cluster.configuration.security import RateLimitsConfig
 from proxy.scheduling.place import Policy
 
 GPU_BREAK_EVEN_TOKENS = 2048

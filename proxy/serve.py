@@ -21,7 +21,7 @@ from cluster.fleet.fleet import Fleet, WorkerDown
 from cluster.fleet.launcher import Launcher, OnExit
 from cluster.fleet.recruiting import Recruiter
 from cluster.launch.guard import Guard
-from cluster.launch_local import (
+from cluster.launch.local import (
     LaunchError,
     LocalLauncher,
     WorkerCommand,
@@ -31,6 +31,7 @@ from cluster.launch_local import (
     remove_runtime_dir,
     worker_command,
 )
+from cluster.launch.worker_plan import WorkerPlan, WorkerPlanner
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.machine import Machine, detect_machine, engines_use_gpus, nodes_of_a_cluster
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
@@ -42,7 +43,6 @@ from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
 from cluster.trust import KeyFileError, proxy_address, reached_at, with_trust
-from cluster.worker_plan import WorkerPlan, WorkerPlanner
 from proxy.api_servers.settings import api_server_commands, metrics_dir
 from proxy.listening import ListenError, listening_socket
 

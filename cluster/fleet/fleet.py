@@ -14,8 +14,8 @@ from cluster.config import Role
 from cluster.fleet.launcher import Launcher, MakeLauncher
 from cluster.fleet.recruiting import Recruiter
 from cluster.fleet.restarts import REMOVED, Mode, Outlook, Restarts, StartAgain, StayDown
-from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
-from cluster.seats import NothingFree
+from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
+from cluster.launch.seats import NothingFree
 from cluster.simulated.launch import is_simulated, simulated_in_role, simulated_without
 from cluster.status import LaunchNote
 from cluster.worker_settings import WorkerSettingsError

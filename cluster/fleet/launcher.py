@@ -1,9 +1,9 @@
-"""What a fleet asks of whatever starts its processes: this machine (`cluster/launch_local.py`) or Ray."""
+"""What a fleet asks of whatever starts its processes: this machine (`cluster/launch/local.py`) or Ray."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.launch_local import WorkerCommand, WorkerExit
+from cluster.launch.local import WorkerCommand, WorkerExit
 
 
 class Launcher(Protocol):

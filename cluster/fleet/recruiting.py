@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config import Role
-from cluster.launch_local import WorkerCommand
-from cluster.seats import NothingFree
-from cluster.worker_plan import WorkerPlan
+from cluster.launch.local import WorkerCommand
+from cluster.launch.seats import NothingFree
+from cluster.launch.worker_plan import WorkerPlan
 
 
 class Planner(Protocol):
-    """Who knows what is free (`cluster.worker_plan.WorkerPlanner`, `cluster.simulated.launch.SimulatedPlanner`)."""
+    """Who knows what is free: a `WorkerPlanner` of `cluster.launch`, or a `SimulatedPlanner` of `cluster.simulated`."""
 
     @property
     def devices(self) -> int | None: ...

@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from cluster import messages as wire
-from cluster.rank_channel import RankChannel
+from cluster.host.rank_channel import RankChannel
 from kvtransfer.host_messages import PoolStats
 
 Number = TypeVar("Number", int, float)

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from cluster import watchdog
+from cluster.launch import watchdog
 
 log = logging.getLogger("twinpool.launcher")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from cluster.config_node import ApiKeys, ConfigNode
+from cluster.configuration.node import ApiKeys, ConfigNode
 
 Policy = Literal["pinned", "on_demand", "scale_to_zero"]
 OnStarting = Literal["wait", "reject"]

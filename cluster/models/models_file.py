@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import ClusterConfig
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.models.config import FrontConfig, ModelConfig, ModelsConfig
 from cluster.preflight.config_checks import check_config, vllm_option_problems
 from cluster.preflight.config_file import overridden, read_tree, validated
@@ -14,7 +15,6 @@ from cluster.preflight.model_facts import read_model_facts
 from cluster.preflight.problems import ConfigError, Problem
 from cluster.preflight.security_checks import API_KEY_VARIABLE, is_of_this_machine
 from cluster.preflight.vllm_options import installed_vllm_options
-from cluster.worker_plan import WorkerPlan
 
 # The front sets the first and has the others itself.
 _OPTIONS_OF_THE_FRONT = ("uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path")

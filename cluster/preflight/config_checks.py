@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.config import OWNED_ENGINE_OPTIONS, SHARED_ENGINE_OPTIONS, ClusterConfig, PoolConfig, Role
+from cluster.launch.worker_plan import WorkerPlan, plan_workers
 from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.memory.fit_checks import fit_problems, path_of
 from cluster.preflight.memory.worker_memory import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, is_count
@@ -15,7 +16,6 @@ from cluster.preflight.security_checks import security_problems
 from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
 from cluster.ray_launch.checks import ray_problems
 from cluster.simulated.launch import plan_simulated_workers, simulation_problems
-from cluster.worker_plan import WorkerPlan, plan_workers
 
 _CPU_BLOCK_MULTIPLE = 32
 _WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")

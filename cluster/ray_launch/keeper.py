@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from cluster import watchdog
-from cluster.launch_local import (
+from cluster.launch import watchdog
+from cluster.launch.local import (
     LaunchError,
     LocalLauncher,
     WorkerCommand,

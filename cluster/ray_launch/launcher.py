@@ -20,7 +20,7 @@ import msgspec
 
 from cluster.config import Role
 from cluster.fleet.launcher import OnExit
-from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, describe_exit, last_lines
+from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, describe_exit, last_lines
 from cluster.ray_launch.config import RayConfig
 from cluster.ray_launch.messages import (
     MAX_LINE_BYTES,

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from cluster import watchdog
+from cluster.launch import watchdog
 
 MARK = "TWINPOOL_WORKER_MARK"
 _POLL_S = 0.05

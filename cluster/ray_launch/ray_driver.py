@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.launch.watchdog import GRACE_S
 from cluster.ray_launch.messages import (
     MAX_LINE_BYTES,
     Claim,
@@ -46,7 +47,6 @@ from cluster.ray_launch.messages import (
 )
 from cluster.ray_launch.ray_actor import KEEPER_LEAVES_S, WorkerActor
 from cluster.ray_launch.ray_room import NoRoom, Room
-from cluster.watchdog import GRACE_S
 
 log = logging.getLogger("twinpool.ray")
 

@@ -1,4 +1,4 @@
-"""One simulated worker: to the proxy and to other workers it is what `cluster.worker_host` is around an engine."""
+"""One simulated worker: to the proxy and to other workers it is what `cluster.host.worker_host` is around an engine."""
 
 import asyncio
 import contextlib

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cluster.config import ClusterConfig, Role
-from cluster.launch_local import WorkerCommand
+from cluster.launch.local import WorkerCommand
+from cluster.launch.seats import ROLES
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem
-from cluster.seats import ROLES
 from cluster.simulated.engine.vocabulary import word_tokens
 from cluster.simulated.settings import (
     SimulatedSettings,
@@ -19,14 +20,13 @@ from cluster.simulated.settings import (
     write_simulated_settings,
 )
 from cluster.trust import cluster_key, proxy_address
-from cluster.worker_plan import WorkerPlan
 
 _MODULE = "cluster.simulated"
 _DEFAULT_MODEL_LEN = 32_768
 
 
 class SimulatedPlanner:
-    """Plans workers that need no cores of their own; see `cluster.worker_plan.WorkerPlanner`."""
+    """Plans workers that need no cores of their own; see `cluster.launch.worker_plan.WorkerPlanner`."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from cluster import embedded_model
 from cluster.config import ClusterConfig
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.models.models_file import Models, check_access, check_models, is_models_file, load_models
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
@@ -32,7 +33,6 @@ from cluster.terminal.model_commands import model_app
 from cluster.terminal.server_calls import DEFAULT_URL, ApiKey, CallFailed, Url, fail, fetch_status
 from cluster.terminal.status_tables import status_tables
 from cluster.terminal.worker_commands import drain, restart, role, scale
-from cluster.worker_plan import WorkerPlan
 
 # What these commands do lies in rooms that this one may not import; it is named here and loaded when it is needed
 # (docs/decisions.md).

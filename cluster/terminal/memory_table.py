@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.machine import Machine
 from cluster.preflight.memory.rank_memory import EXPECTED_ACTIVATION_BYTES
 from cluster.preflight.memory.sizes import gb, kib
 from cluster.preflight.memory.worker_memory import WorkerMemory, worker_memory
 from cluster.preflight.model_facts import ModelFacts
-from cluster.worker_plan import WorkerPlan
 
 _UNKNOWN = "unknown"
 

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from kvtransfer.copy_plan import plan_copy
 from kvtransfer.endpoint.peers import PeerKey
-from kvtransfer.imports import Piece
 from kvtransfer.layout import Region
 from kvtransfer.links.host_memory import MemoryReadError, read_memory
+from kvtransfer.transfers.imports import Piece
 
 log = logging.getLogger("twinpool.kvtransfer")
 

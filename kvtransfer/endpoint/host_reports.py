@@ -23,8 +23,8 @@ from kvtransfer.host_messages import (
     RankReady,
     RankStats,
 )
-from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import CacheMap
+from kvtransfer.transfers.imports import ClosedImport
 
 log = logging.getLogger("twinpool.kvtransfer")
 

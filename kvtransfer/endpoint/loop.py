@@ -21,15 +21,15 @@ from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.endpoint.sockets import PeerSocket, Wakeup, bind_exporter, waiting_messages
-from kvtransfer.export import ClosedExport
 from kvtransfer.gpu.gpu_links import GpuLinks
 from kvtransfer.host_messages import RankStats
-from kvtransfer.imports import ClosedImport, Piece
 from kvtransfer.layout import CacheMap, Region
-from kvtransfer.lease import IllegalTransition
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import BlockMemory, HostMemory, keep_freed_messages
 from kvtransfer.messages import Blocks, Fetch
+from kvtransfer.transfers.export import ClosedExport
+from kvtransfer.transfers.imports import ClosedImport, Piece
+from kvtransfer.transfers.lease import IllegalTransition
 from kvtransfer.trust.key import read_key
 from kvtransfer.verification.check_thread import CheckThread
 

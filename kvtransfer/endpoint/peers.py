@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.imports import Import, Piece
 from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of, regions_in
 from kvtransfer.links.negotiation import READING_LINKS, LinkSide, unusable_links
 from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation, Welcome
 from kvtransfer.resharding.forms import CacheForm
 from kvtransfer.resharding.shares import NotShareable, Share, Units, share
+from kvtransfer.transfers.imports import Import, Piece
 
 
 @dataclass(frozen=True)

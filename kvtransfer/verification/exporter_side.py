@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.peers import ImporterPeer
-from kvtransfer.export import Export
 from kvtransfer.messages import MAX_CHECK_BLOCKS, Check, Checksums, Failed
+from kvtransfer.transfers.export import Export
 from kvtransfer.verification.check_thread import CheckJob, CheckResult
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey
-from kvtransfer.imports import Import
 from kvtransfer.messages import MAX_CHECK_BLOCKS, Check, Checksums
+from kvtransfer.transfers.imports import Import
 from kvtransfer.verification.block_checks import Comparison
 from kvtransfer.verification.check_thread import CheckJob, CheckResult
 

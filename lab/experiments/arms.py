@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.launch.worker_plan import CPU_CHUNK_TOKENS
 from cluster.preflight.machine import Machine
-from cluster.worker_plan import CPU_CHUNK_TOKENS
 from lab.experiments.experiment import Arm, ContinuousArm, DisaggregatedArm, Experiment, ExperimentError, TeachingArm
 from lab.experiments.results import Setup
 from lab.launches import bare_vllm, twinpool

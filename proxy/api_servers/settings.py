@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import ClusterConfig
-from cluster.launch_local import WorkerCommand
+from cluster.launch.local import WorkerCommand
 from cluster.settings_document import read_document, write_document
 from proxy.api_servers.accept_loads import create_loads
 

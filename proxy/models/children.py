@@ -15,8 +15,8 @@ from pathlib import Path
 import aiohttp
 import yaml
 
-from cluster import watchdog
-from cluster.launch_local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit
+from cluster.launch import watchdog
+from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit
 from cluster.models.models_file import ModelSpec
 from cluster.preflight.security_checks import API_KEY_VARIABLE
 

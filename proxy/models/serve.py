@@ -16,7 +16,7 @@ from rich.console import Console
 from starlette.types import ASGIApp
 
 from cluster.config import ServerConfig
-from cluster.launch_local import LaunchError, keep_logs_only, make_runtime_dir, remove_runtime_dir
+from cluster.launch.local import LaunchError, keep_logs_only, make_runtime_dir, remove_runtime_dir
 from cluster.models.config import FrontConfig
 from cluster.models.models_file import Models, check_access, check_models
 from cluster.preflight.machine import detect_machine

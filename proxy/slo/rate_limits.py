@@ -14,7 +14,7 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import SlidingWindowCounterRateLimiter
 
-from cluster.security_config import RateLimitsConfig
+from cluster.configuration.security import RateLimitsConfig
 from proxy.flights.events import Cause
 from proxy.slo.rules import tenant_of
 

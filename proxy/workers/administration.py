@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
+from cluster.launch.seats import NothingFree
 from cluster.messages import LEAVE
 from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus, ScaleOrder
-from cluster.seats import NothingFree
 from cluster.status import AutoscaleStatus, LaunchNote
 from proxy.workers.resizing import Resizing
 from proxy.workers.rolling_restart import RollingRestart, RollingTimes, WorkerControl

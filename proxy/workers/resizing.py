@@ -94,7 +94,7 @@ class Resizing:
         return members(self.pool.roster, self.control.notes(), role, frozenset(self.leaving))
 
     def resize(self, role: Role, count: int, timeout_s: float) -> Accepted:
-        """Starts or removes workers, so that the pool comes to have `count`; raises `cluster.seats.NothingFree`.
+        """Starts or removes workers, so that the pool comes to have `count`; raises `cluster.launch.seats.NothingFree`.
 
         Those that are away are started again before new ones are; those that are still away then are removed too.
         """

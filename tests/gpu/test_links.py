@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import probe
 from kvtransfer.rank_endpoint import RankEndpoint
+from kvtransfer.transfers.imports import ClosedImport
 from tests.gpu.gpu_cache import BLOCK_SIZE, FACTS, NUM_BLOCKS, PROMPT_HASH, contents, make_cache
 from tests.gpu.speed import ceiling_gb_per_s, report
 

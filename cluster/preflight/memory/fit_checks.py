@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.config import ClusterConfig
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.machine import Machine
 from cluster.preflight.memory.rank_memory import EXPECTED_ACTIVATION_BYTES
 from cluster.preflight.memory.sizes import gb, kib, mib
 from cluster.preflight.memory.worker_memory import WorkerMemory, is_count, kv_option, worker_memory
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem
-from cluster.worker_plan import WorkerPlan
 
 logger = logging.getLogger("twinpool.preflight")
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.machine import Machine
 from cluster.preflight.memory.rank_memory import RankMemory, blocks_for
 from cluster.preflight.memory.weights import weights_at_least
 from cluster.preflight.model_facts import ModelFacts, kv_element_bytes
-from cluster.worker_plan import WorkerPlan
 
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM's default."""

@@ -15,9 +15,7 @@ from kvtransfer.endpoint.exporting.nccl_exports import NcclExports
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.peers import ImporterPeer, RankIdentity
 from kvtransfer.endpoint.settings import MAX_FETCH_BYTES, MAX_FETCHES_QUEUED, EndpointSettings
-from kvtransfer.export import ClosedExport, Export
 from kvtransfer.layout import CacheMap, Region
-from kvtransfer.lease import READABLE_STATES, LeaseState
 from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import (
@@ -36,6 +34,8 @@ from kvtransfer.messages import (
     Refused,
     Release,
 )
+from kvtransfer.transfers.export import ClosedExport, Export
+from kvtransfer.transfers.lease import READABLE_STATES, LeaseState
 from kvtransfer.verification.check_thread import CheckResult
 from kvtransfer.verification.exporter_side import ExportChecks
 

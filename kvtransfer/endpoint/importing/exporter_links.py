@@ -13,7 +13,6 @@ from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.importing.nccl_imports import EndedPiece, NcclImports
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.imports import Import, Piece
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.messages import (
@@ -31,6 +30,7 @@ from kvtransfer.messages import (
     Welcome,
 )
 from kvtransfer.resharding.shares import NotShareable
+from kvtransfer.transfers.imports import Import, Piece
 
 log = logging.getLogger("twinpool.kvtransfer")
 

@@ -14,13 +14,13 @@ from kvtransfer.endpoint.importing.exporter_links import ExporterLinks
 from kvtransfer.endpoint.importing.nccl_imports import EndedPiece
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey, RankIdentity, next_piece
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import FAILURE_KINDS, Attached, Blocks, Checksums, Done, Failed, FromExporter, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, UnevenHeads
-from kvtransfer.sharded_import import ShardedImport, sources_of
+from kvtransfer.transfers.imports import ClosedImport, Import, Piece
+from kvtransfer.transfers.sharded_import import ShardedImport, sources_of
 from kvtransfer.verification.check_thread import CheckResult
 from kvtransfer.verification.importer_side import ImportChecks
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.peers import ExporterPeer, PeerKey
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.imports import Import, Piece
 from kvtransfer.layout import CacheMap
 from kvtransfer.links.nccl_orders import Broken, Built, NcclEvent, NcclOrder, PairId, Received
 from kvtransfer.links.nccl_pairs import ReceivingPairs
 from kvtransfer.messages import CommBroken, CommOffer, CommRequest, Sending
+from kvtransfer.transfers.imports import Import, Piece
 
 
 @dataclass(frozen=True)

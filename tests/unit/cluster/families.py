@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.launch_local import WorkerCommand
+from cluster.launch.local import WorkerCommand
 
 DUMMY = Path(__file__).with_name("dummy_worker.py")
 DEADLINE_S = 15.0

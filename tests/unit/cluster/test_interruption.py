@@ -10,7 +10,7 @@ from tests.unit.cluster.families import alive, family
 SCRIPT = """
 import asyncio, sys, time
 from pathlib import Path
-from cluster.launch_local import LocalLauncher
+from cluster.launch.local import LocalLauncher
 from cluster.terminal import interruption as module
 from cluster.terminal.interruption import Interruption
 from tests.unit.cluster.families import dummy, family

@@ -8,14 +8,14 @@ import pytest
 import zmq.auth
 
 from cluster.config import ClusterConfig
-from cluster.launch_local import worker_command
+from cluster.launch.local import worker_command
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.config_file import load_config
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.security_checks import security_problems
 from cluster.simulated.launch import plan_simulated_workers, simulated_commands
 from cluster.simulated.settings import read_simulated_settings
 from cluster.trust import KeyFileError, cluster_key, new_key, proxy_address, read_key, with_trust, write_key
-from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import read_worker_settings
 
 PLAN = WorkerPlan(worker_id="decode-0", role="decode", engine={}, env={}, cores=())

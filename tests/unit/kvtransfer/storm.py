@@ -18,10 +18,10 @@ import numpy as np
 
 from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult, CopyThreads
 from kvtransfer.endpoint.loop import EndpointLoop
-from kvtransfer.imports import ClosedImport
 from kvtransfer.layout import probe
 from kvtransfer.messages import Fetch
 from kvtransfer.rank_endpoint import RankEndpoint
+from kvtransfer.transfers.imports import ClosedImport
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, PROMPT_HASH, Cluster
 
 NUM_BLOCKS = 1024

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.messages import Done, Ready
 from kvtransfer.resharding.shares import Units
-from tests.unit.kvtransfer.test_imports import LAYER_BYTES, an_import, arrive, done, pieces
+from kvtransfer.transfers.imports import ClosedImport, Import, Piece
+from tests.unit.kvtransfer.transfers.test_imports import LAYER_BYTES, an_import, arrive, done, pieces
 
 UNIT = 2  # tokens
 

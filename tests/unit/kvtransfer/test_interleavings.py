@@ -19,10 +19,10 @@ from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult
 from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
-from kvtransfer.imports import Piece
 from kvtransfer.layout import Region, probe, regions_in
 from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, FromExporter, FromImporter
+from kvtransfer.transfers.imports import Piece
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, NUM_LAYERS, PROMPT_HASH, Cluster, make_cache
 
 JUNK = 0xDEAD

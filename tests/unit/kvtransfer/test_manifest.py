@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtransfer.export import Export
-from kvtransfer.imports import ClosedImport, Import
+from kvtransfer.connector.step_orders import hash_prompt
 from kvtransfer.messages import Attach, Done
-from kvtransfer.step_orders import hash_prompt
+from kvtransfer.transfers.export import Export
+from kvtransfer.transfers.imports import ClosedImport, Import
 from tests.unit.kvtransfer.rank_pair import PROMPT_HASH, Cluster, Rank, eventually
 
 Pair = tuple[Rank, Rank]

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvtransfer.step_orders import StepOrders
+from kvtransfer.connector.step_orders import StepOrders
 from kvtransfer.vllm_connector import StepMetadata, TwinpoolConnector
 
 PINNED = "0.32.0"

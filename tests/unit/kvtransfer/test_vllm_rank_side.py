@@ -3,10 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from kvtransfer.layer_groups import LayerGroups
+from kvtransfer.connector.step_orders import (
+    AbortExport,
+    AnnounceBlocks,
+    FinishExport,
+    OpenImport,
+    PlaceImport,
+    StepOrders,
+)
+from kvtransfer.connector.vllm_rank_side import RankSide
 from kvtransfer.rank_endpoint import RankEndpoint
-from kvtransfer.step_orders import AbortExport, AnnounceBlocks, FinishExport, OpenImport, PlaceImport, StepOrders
-from kvtransfer.vllm_rank_side import RankSide
+from kvtransfer.transfers.layer_groups import LayerGroups
 
 
 class RecordingEndpoint:

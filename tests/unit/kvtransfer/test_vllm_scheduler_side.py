@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtransfer.step_orders import ClosedRequest, StepOrders, hash_prompt
-from kvtransfer.vllm_scheduler_side import SchedulerSide
+from kvtransfer.connector.step_orders import ClosedRequest, StepOrders, hash_prompt
+from kvtransfer.connector.vllm_scheduler_side import SchedulerSide
 
 BLOCK = 4
 EXPORTER = {"ranks": [{"rank": 0, "address": "ipc:///p", "epoch": "e1"}]}

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvtransfer.vllm_seeded_chunks import spare_generators_of_discarded_samples
+from kvtransfer.connector.vllm_seeded_chunks import spare_generators_of_discarded_samples
 
 
 def runner_class() -> Any:

@@ -16,8 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from cluster import vllm_engine
-from kvtransfer.step_orders import ClosedRequest
+from cluster.host import vllm_engine
+from kvtransfer.connector.step_orders import ClosedRequest
 from kvtransfer.vllm_connector import RankReport
 from prefill import vllm_chunk_scheduler
 from prefill.step_budget import MIN_PREFILL_TOKENS, StepCost

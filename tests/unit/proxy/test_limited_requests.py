@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cluster.security_config import RateLimitsConfig
+from cluster.configuration.security import RateLimitsConfig
 from proxy.frontend.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import PROBE, Standing
 from tests.unit.proxy.fake_worker import generate

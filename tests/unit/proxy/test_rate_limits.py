@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cluster.configuration.security import RateLimitsConfig
 from cluster.preflight.config_file import load_config
 from cluster.preflight.problems import ConfigError
-from cluster.security_config import RateLimitsConfig
 from proxy.flights.events import Cause
 from proxy.slo.rate_limits import NOTHING, RateLimits, Reservation, wait_s
 from proxy.slo.rules import tenant_of

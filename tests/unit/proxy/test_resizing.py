@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import Role
+from cluster.launch.seats import NothingFree
 from cluster.messages import LEAVE
 from cluster.orders import DrainOrder, RestartOrder, RoleOrder, ScaleOrder
-from cluster.seats import NothingFree
 from cluster.status import LaunchNote
 from proxy.workers.administration import OrderRefused
 from proxy.workers.resizing import Members, members

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.launch.seats import NothingFree
 from cluster.orders import RestartOrder
 from cluster.preflight.config_file import load_config
-from cluster.seats import NothingFree
 from proxy.frontend.status_report import report
 from proxy.scaling.autoscaler import Autoscaler
 from proxy.scaling.look import Decision, Look

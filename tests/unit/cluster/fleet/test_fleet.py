@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster import launch_local
 from cluster.config import ClusterConfig, LivenessConfig, Role, SimulationConfig, TransferConfig
 from cluster.fleet import restarts
 from cluster.fleet.fleet import Fleet, WorkerDown
 from cluster.fleet.recruiting import Recruiter
 from cluster.fleet.restarts import Mode
-from cluster.launch_local import WorkerCommand, in_role
-from cluster.seats import NothingFree
+from cluster.launch import local as launch_local
+from cluster.launch.local import WorkerCommand, in_role
+from cluster.launch.seats import NothingFree
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.simulated.launch import simulated_commands
-from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
 from tests.unit.cluster.families import alive, dummy, family
 

@@ -16,10 +16,9 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from cluster import messages as wire
-from cluster import worker_host
 from cluster.config import LivenessConfig, TransferConfig
-from cluster.host import drain
-from cluster.worker_host import WorkerHost
+from cluster.host import drain, worker_host
+from cluster.host.worker_host import WorkerHost
 from cluster.worker_settings import WorkerSettings
 from kvtransfer import host_messages
 

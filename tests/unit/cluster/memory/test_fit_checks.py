@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.launch.worker_plan import plan_workers
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.memory.fit_checks import fit_problems
 from cluster.preflight.memory.worker_memory import WorkerMemory, worker_memory
 from cluster.preflight.model_facts import ModelFacts, facts_of_config
 from cluster.preflight.problems import Problem
-from cluster.worker_plan import plan_workers
 from tests.unit.cluster.memory.models_70b import FP8, H100_BYTES, WEIGHT_BYTES, h100s, llama_70b
 
 GIB = 1 << 30

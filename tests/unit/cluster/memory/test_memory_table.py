@@ -2,11 +2,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from cluster.launch.worker_plan import plan_workers
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.terminal.memory_table import memory_table
-from cluster.worker_plan import plan_workers
 from tests.unit.cluster.memory.models_70b import h100s, llama_70b
 
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from cluster import vllm_engine
+from cluster.host import vllm_engine
 from cluster.messages import CacheEvents
 from cluster.prefix_events.block_hashes import NO_PARENT, block_hash, root
 from cluster.prefix_events.cached_blocks import CachedBlocks

@@ -3,12 +3,12 @@ import importlib.util
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.launch.worker_plan import plan_workers
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.problems import ConfigError
 from cluster.ray_launch.checks import ray_problems
 from cluster.ray_launch.config import RayConfig
-from cluster.worker_plan import plan_workers
 
 
 def configured(*overrides: str) -> ClusterConfig:

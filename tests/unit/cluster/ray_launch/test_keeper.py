@@ -104,7 +104,7 @@ async def test_the_worker_of_a_killed_keeper_ends_and_the_next_keeper_waits_for_
     process.kill()
     await process.wait()
     await end_leftovers("run-3/decode-0")
-    assert await gone_within([first.pid], 0)
+    assert await gone_within([first.pid], 10)
 
 
 async def test_leftovers_that_nobody_ends_are_killed() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.launch_local import LaunchError, WorkerCommand, WorkerExit
+from cluster.launch.local import LaunchError, WorkerCommand, WorkerExit
 from cluster.ray_launch.config import RayConfig
 from cluster.ray_launch.launcher import RayLauncher
 

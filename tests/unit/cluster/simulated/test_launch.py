@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.config import ClusterConfig, SimulationConfig
 from cluster.fleet.fleet import Fleet, WorkerDown
-from cluster.launch_local import LocalLauncher, WorkerExit
+from cluster.launch.local import LocalLauncher, WorkerExit
 from cluster.preflight.config_file import load_config
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from kvtransfer.imports import Import
 from kvtransfer.layout import CacheLayout
 from kvtransfer.messages import Done, Ready
+from kvtransfer.transfers.imports import Import
 from kvtransfer.verification.block_checks import SAMPLE_EVERY, BlockChecks, sampled
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS
 

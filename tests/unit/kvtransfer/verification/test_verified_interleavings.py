@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import RankIdentity
-from kvtransfer.imports import Import
 from kvtransfer.links.zmq_frames import HostMemory
+from kvtransfer.transfers.imports import Import
 from kvtransfer.verification.check_thread import CheckJob, CheckResult
 from kvtransfer.verification.checksums import checksums
 from tests.unit.kvtransfer.test_interleavings import TARGETS, World, bring_to_an_end, possible

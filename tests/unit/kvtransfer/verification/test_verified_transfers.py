@@ -9,11 +9,11 @@ import pytest
 
 from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.gpu.device import CudaUnusable
-from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import Region
 from kvtransfer.links.zmq_frames import HostMemory
 from kvtransfer.messages import FAILURE_KINDS
 from kvtransfer.resharding.forms import CPU_PLANES
+from kvtransfer.transfers.imports import ClosedImport, Import, Piece
 from kvtransfer.verification import check_thread
 from kvtransfer.verification.block_checks import sampled
 from kvtransfer.verification.exporter_side import ExportChecks

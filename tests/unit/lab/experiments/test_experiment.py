@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.launch.worker_plan import CPU_CHUNK_TOKENS
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
-from cluster.worker_plan import CPU_CHUNK_TOKENS
 from lab.experiments.arms import launches, setup
 from lab.experiments.experiment import (
     ContinuousArm,

@@ -42,7 +42,15 @@ def plan(*placements: Placement) -> Plan:
 
 def processes_of(process: psutil.Process) -> list[psutil.Process]:
     """The pairs' that it started."""
-    return [child for child in process.children() if "lab.links.pair_process" in child.cmdline()]
+    return [child for child in process.children() if "lab.links.pair_process" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended, perhaps another test's."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def has_ended(process: psutil.Process) -> bool:

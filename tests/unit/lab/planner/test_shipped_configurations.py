@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig, PoolConfig
+from cluster.launch.worker_plan import plan_workers
 from cluster.preflight import config_checks
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
@@ -19,7 +20,6 @@ from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.vllm_options import installed_vllm_options
 from cluster.ray_launch.placing import Ask, Node, choose_nodes
-from cluster.worker_plan import plan_workers
 from lab.planner.gpus import GPUS
 from lab.planner.models import MODELS
 from lab.planner.steps import EXPECTED, Steps

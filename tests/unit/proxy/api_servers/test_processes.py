@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch_local import WorkerCommand
+from cluster.launch.local import WorkerCommand
 from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import NOT_ACCEPTING, open_loads
 from proxy.api_servers.process import EXIT_FAILED, ApiServerProcess

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster import watchdog
-from cluster.launch_local import WorkerCommand
+from cluster.launch import watchdog
+from cluster.launch.local import WorkerCommand
 from cluster.models.config import ModelConfig
 from cluster.models.models_file import ModelSpec, read_model
 from proxy.models import children as children_module

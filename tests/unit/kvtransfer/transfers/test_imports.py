@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.imports import ClosedImport, Import, Piece
 from kvtransfer.layout import CacheLayout, ModelFacts
 from kvtransfer.messages import Done, Ready
+from kvtransfer.transfers.imports import ClosedImport, Import, Piece
 
 BLOCK_SIZE = 4
 LAYER_BYTES = 100

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ClusterConfig, PoolConfig, Role
+from cluster.launch.seats import BIND, DEVICES, ROLES, Seats
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem
-from cluster.seats import BIND, DEVICES, ROLES, Seats
 from cluster.vllm_idle_wait import VARIABLE as ENGINE_WAITS
 
 _GIB = 1 << 30

@@ -1,11 +1,11 @@
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.launch.seats import BIND, NothingFree
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.problems import ConfigError
-from cluster.seats import BIND, NothingFree
-from cluster.worker_plan import WorkerPlanner
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layer_groups import LayerGroups
+from kvtransfer.transfers.layer_groups import LayerGroups
 
 NAMES = [f"model.layers.{index}.self_attn.attn" for index in range(8)]
 

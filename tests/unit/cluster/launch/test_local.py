@@ -13,7 +13,7 @@ import pytest
 
 from cluster.launch.guard import pause_s
 from cluster.launch.held_start import start_held
-from cluster.launch_local import (
+from cluster.launch.local import (
     LaunchError,
     LocalLauncher,
     WorkerCommand,
@@ -23,9 +23,9 @@ from cluster.launch_local import (
     make_runtime_dir,
     worker_command,
 )
+from cluster.launch.worker_plan import plan_workers
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
-from cluster.worker_plan import plan_workers
 from cluster.worker_settings import read_worker_settings
 from tests.unit.cluster.families import alive, dummy, family, gone_within
 
@@ -132,8 +132,9 @@ async def test_stopping_works_without_the_event_loop(run: Run, tmp_path: Path) -
 LAUNCHER_SCRIPT = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from cluster import launch_local, watchdog
-from cluster.launch_local import LocalLauncher
+from cluster.launch import local as launch_local
+from cluster.launch import watchdog
+from cluster.launch.local import LocalLauncher
 from tests.unit.cluster.families import dummy, family
 
 # The same file, with less patience than three seconds.

@@ -32,14 +32,14 @@ from cluster.host.drain import Carried
 from cluster.host.drain_watch import DrainWatch
 from cluster.host.leaving import WorkerStopped, first_error
 from cluster.host.load_report import transfers_open, worker_load
+from cluster.host.rank_channel import RankChannel
 from cluster.host.stepping_back import step_back
+from cluster.host.vllm_engine import Engine, EngineLost, RequestUnreadable, cache_event_config, engine_config
 from cluster.launch.logs import start_log
 from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.relay import CacheRelay
 from cluster.prefix_events.teller import CacheTeller
-from cluster.rank_channel import RankChannel
 from cluster.trust import call_with_key, write_key
-from cluster.vllm_engine import Engine, EngineLost, RequestUnreadable, cache_event_config, engine_config
 from cluster.worker_settings import WorkerSettings
 from kvtransfer.host_messages import (
     DropExports,

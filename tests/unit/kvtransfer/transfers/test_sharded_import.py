@@ -1,9 +1,9 @@
 import pytest
 
-from kvtransfer.imports import ClosedImport, Import
 from kvtransfer.messages import Done, Ready
-from kvtransfer.sharded_import import ShardedImport
-from tests.unit.kvtransfer.test_imports import layout
+from kvtransfer.transfers.imports import ClosedImport, Import
+from kvtransfer.transfers.sharded_import import ShardedImport
+from tests.unit.kvtransfer.transfers.test_imports import layout
 
 
 def shards(number: int, wants_first_token: bool = True) -> list[Import]:

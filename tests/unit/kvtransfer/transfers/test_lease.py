@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.lease import IllegalTransition, Lease, LeaseState
+from kvtransfer.transfers.lease import IllegalTransition, Lease, LeaseState
 
 READER, ASKER = b"reads our memory", b"asks for bytes"
 FIRST_S, RENEW_S = 30.0, 20.0

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.lease import COMPUTING_STATES, READABLE_STATES, IllegalTransition, Lease
 from kvtransfer.messages import Attach, Check, Done, Fetch, FromExporter, Ready
+from kvtransfer.transfers.lease import COMPUTING_STATES, READABLE_STATES, IllegalTransition, Lease
 
 
 @dataclass(frozen=True)

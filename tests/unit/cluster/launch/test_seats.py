@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import PoolConfig
+from cluster.launch.seats import BIND, DEVICES, ROLES, NothingFree, Seats
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
-from cluster.seats import BIND, DEVICES, ROLES, NothingFree, Seats
-from cluster.worker_plan import WorkerPlanner
 
 FOUR_GPUS = Machine(cores=(0, 1), gpus=("0", "1", "2", "3"))
 

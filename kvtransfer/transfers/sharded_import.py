@@ -7,9 +7,9 @@ first token or a failure, the others are told; the whole closes once, when every
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from kvtransfer.imports import ClosedImport, Import
 from kvtransfer.layout import CacheLayout
 from kvtransfer.resharding.heads import Source, UnevenHeads, plan_sources
+from kvtransfer.transfers.imports import ClosedImport, Import
 
 _WORST_FIRST = ("cancelled", "recompute", "loaded")
 

@@ -3,7 +3,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.fetch_order import Computed, FetchOrder, Portion
+from kvtransfer.transfers.fetch_order import Computed, FetchOrder, Portion
 
 LAYER = 100
 

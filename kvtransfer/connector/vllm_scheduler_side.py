@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from kvtransfer.host_messages import PoolStats
-from kvtransfer.step_orders import (
+from kvtransfer.connector.step_orders import (
     AbortExport,
     AnnounceBlocks,
     ClosedRequest,
@@ -29,6 +28,7 @@ from kvtransfer.step_orders import (
     StepOrders,
     hash_prompt,
 )
+from kvtransfer.host_messages import PoolStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.config_node import ApiKeys, ConfigNode
+from cluster.configuration.node import ApiKeys, ConfigNode
 
 
 class SecurityConfig(ConfigNode):

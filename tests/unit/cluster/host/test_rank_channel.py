@@ -12,7 +12,7 @@ import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.rank_channel import MAX_FRAME_BYTES, RankChannel
+from cluster.host.rank_channel import MAX_FRAME_BYTES, RankChannel
 from kvtransfer.host_messages import ExportStarted, FromRank, ImportClosed, PoolStats, RankReady, RankStats
 from tests.unit.mutations import DEEP, mutated
 

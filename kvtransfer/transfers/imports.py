@@ -8,11 +8,11 @@ is being written into its blocks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtransfer.fetch_order import Computed, FetchOrder
 from kvtransfer.layout import CacheLayout
 from kvtransfer.messages import Done, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, Source
 from kvtransfer.resharding.shares import Units
+from kvtransfer.transfers.fetch_order import Computed, FetchOrder
 from kvtransfer.verification.block_checks import BlockChecks, Comparison
 
 

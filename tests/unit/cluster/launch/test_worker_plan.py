@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import ClusterConfig
+from cluster.launch.worker_plan import WorkerPlan, plan_workers
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError
-from cluster.worker_plan import WorkerPlan, plan_workers
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=(0, 1), memory_free_bytes=16 * GIB)

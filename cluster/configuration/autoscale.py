@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from cluster.config_node import ConfigNode
+from cluster.configuration.node import ConfigNode
 
 
 class PoolBoundsConfig(ConfigNode):

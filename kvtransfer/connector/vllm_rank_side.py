@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvtransfer.compute_fence import ComputeFence, FencedCalls, NoFence
-from kvtransfer.layer_groups import LayerGroups
+from kvtransfer.connector.step_orders import AnnounceBlocks, ClosedRequest, StepOrders
 from kvtransfer.rank_endpoint import RankEndpoint
-from kvtransfer.step_orders import AnnounceBlocks, ClosedRequest, StepOrders
+from kvtransfer.transfers.layer_groups import LayerGroups
 
 log = logging.getLogger("twinpool.kvtransfer")
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from cluster import watchdog
 from cluster.config import ClusterConfig
+from cluster.launch import watchdog
 from cluster.launch.guard import Guard
 from cluster.launch.held_start import release, start_held
+from cluster.launch.worker_plan import WorkerPlan
 from cluster.trust import cluster_key, proxy_address
-from cluster.worker_plan import WorkerPlan
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
 
 log = logging.getLogger("twinpool.launcher")

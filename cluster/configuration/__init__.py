@@ -1,0 +1,1 @@
+"""Parts of the configuration that are trees of their own."""
