@@ -46,7 +46,7 @@ unit-vllm: $(STAMP)
 	$(BIN)/python -m pytest $(UNIT_VLLM) $(ARGS)
 
 unit-rest: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(addprefix --ignore=,$(UNIT_VLLM)) $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit $(addprefix --ignore=,$(UNIT_VLLM)) $(ARGS)
 
 test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)
