@@ -9,9 +9,9 @@ def test_streams_of_known_timing_are_measured_whole() -> None:
     assert (found.num_streams, found.num_failed) == (6, 0)
     assert found.most_at_once >= 3
     for row in found.rows:
-        # The server waits at least so long; nobody measures less than what was sent, beyond a hiccup of the clock.
+        # The server waits at least so long. It looks at the clock after it has sent, perhaps after the client.
         assert row.ttft_sent_s >= 0.019
-        assert row.ttft_s >= row.ttft_sent_s - 0.001
+        assert row.ttft_s >= 0.019
 
 
 def test_what_the_generator_adds_is_the_most_below_p99() -> None:
