@@ -37,11 +37,13 @@ def ray_address(log_dir: Path) -> Iterator[str]:
     """Of a Ray cluster of two nodes; nothing of it is left afterwards."""
     mark = uuid.uuid4().hex
     directory = tempfile.mkdtemp(prefix="ray-")  # the paths of its sockets have to be short
+    # Ray notes its address under its default directory too, and fails where that does not exist.
+    (Path(directory) / "ray").mkdir()
     with (log_dir / "ray-nodes.log").open("wb") as log:
         nodes = subprocess.Popen(
             (sys.executable, str(Path(__file__).with_name("ray_nodes.py")), directory),
             cwd=REPOSITORY,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "XDG_RUNTIME_DIR": directory, MARK: mark},
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": directory, "XDG_RUNTIME_DIR": directory, MARK: mark},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
     assert nodes.stdin is not None
