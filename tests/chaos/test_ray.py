@@ -43,7 +43,10 @@ def ray_address(log_dir: Path) -> Iterator[str]:
         nodes = subprocess.Popen(
             (sys.executable, str(Path(__file__).with_name("ray_nodes.py")), directory),
             cwd=REPOSITORY,
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": directory, "XDG_RUNTIME_DIR": directory, MARK: mark},
+            env={
+                **os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": directory, "XDG_RUNTIME_DIR": directory,
+                MARK: mark,
+            },
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
     assert nodes.stdin is not None
