@@ -6,15 +6,28 @@ Sockets in the run's private directory (0700) need no key: whoever can open them
 import socket
 from pathlib import Path
 
+import zmq
+import zmq.asyncio
+
 from cluster.config import ClusterConfig
 from cluster.configuration.security import SecurityConfig
 from kvtransfer.trust.door import Door, call_with_key, is_network
 from kvtransfer.trust.key import ClusterKey, KeyFileError, new_key, read_key, write_key
 
 __all__ = [
-    "ClusterKey", "Door", "KeyFileError", "call_with_key", "cluster_key", "is_network", "listens_on_tcp",
+    "ClusterKey", "Door", "KeyFileError", "attend", "call_with_key", "cluster_key", "is_network", "listens_on_tcp",
     "new_key", "proxy_address", "reached_at", "read_key", "with_trust", "write_key",
 ]  # fmt: skip
+
+
+async def attend(door: Door) -> None:
+    """Answers at the door until cancelled, in the event loop that its socket is used in."""
+    poller = zmq.asyncio.Poller()
+    for at_the_door in door.sockets:
+        poller.register(at_the_door, zmq.POLLIN)
+    while True:
+        await poller.poll()
+        door.attend()
 
 
 def listens_on_tcp(config: ClusterConfig) -> bool:

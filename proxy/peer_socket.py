@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.frames import BadFrame, reader
-from cluster.trust import ClusterKey, Door, is_network
+from cluster.trust import ClusterKey, Door, attend, is_network
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -92,7 +92,7 @@ class PeerSocket(Generic[Received]):
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._tasks = [asyncio.create_task(self._read(), name=f"socket of {peers}")]
         if self._door.sockets:
-            self._tasks.append(asyncio.create_task(self._attend_door(), name=f"door of {peers}"))
+            self._tasks.append(asyncio.create_task(attend(self._door), name=f"door of {peers}"))
 
     @property
     def tasks(self) -> tuple["asyncio.Task[None]", ...]:
@@ -118,14 +118,6 @@ class PeerSocket(Generic[Received]):
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             self._take(frames)
-
-    async def _attend_door(self) -> None:
-        poller = zmq.asyncio.Poller()
-        for socket in self._door.sockets:
-            poller.register(socket, zmq.POLLIN)
-        while True:
-            await poller.poll()
-            self._door.attend()
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         if len(frames) < 2:

@@ -13,7 +13,7 @@ import zmq.asyncio
 from cluster.frames import BadFrame, reader
 from cluster.simulated.transfers.exports import Letter
 from cluster.simulated.transfers.messages import Failed, PeerMessage, Wanted
-from cluster.trust import ClusterKey, Door, call_with_key, is_network
+from cluster.trust import ClusterKey, Door, attend, call_with_key, is_network
 
 log = logging.getLogger("twinpool.simulated")
 
@@ -75,15 +75,7 @@ class PeerExchange:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver())
             if self._door.sockets:
-                tasks.create_task(self._attend_door())
-
-    async def _attend_door(self) -> None:
-        poller = zmq.asyncio.Poller()
-        for socket in self._door.sockets:
-            poller.register(socket, zmq.POLLIN)
-        while True:
-            await poller.poll()
-            self._door.attend()
+                tasks.create_task(attend(self._door))
 
     async def _deliver(self) -> None:
         while True:
