@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from cluster.configuration.address import AddressConfig
 from cluster.configuration.node import ApiKeys, ConfigNode
 
 Policy = Literal["pinned", "on_demand", "scale_to_zero"]
@@ -69,11 +70,9 @@ class ModelConfig(ConfigNode):
         return self
 
 
-class FrontConfig(ConfigNode):
+class FrontConfig(AddressConfig):
     """The address of all models."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.")
-    port: int = Field(default=8000, ge=1, le=65535, description="Port to listen on.")
     api_key: ApiKeys = Field(
         default_factory=list,
         description="Keys of which every request needs one. Empty: VLLM_API_KEY, or none.",
@@ -82,11 +81,6 @@ class FrontConfig(ConfigNode):
         default_factory=list,
         description="Keys for orders: /admin, where models are added with whatever options and environment, and orders "
         "about workers and LoRA adapters. They are good for everything else too. Empty: those of api_key.",
-    )
-    open_to_all: bool = Field(
-        default=False,
-        description="Serve on an address that other machines reach although no key is set: something in front of it "
-        "decides who may.",
     )
     ssl_certfile: str | None = Field(default=None, description="Certificate, to serve https.")
     ssl_keyfile: str | None = Field(default=None, description="Its key.")

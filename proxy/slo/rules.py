@@ -6,7 +6,7 @@ A class with API keys is for these keys only, also when the header asks for it. 
 import hashlib
 from collections.abc import Mapping
 
-from cluster.config import DEFAULT_CLASS, SloConfig
+from cluster.configuration.slo import DEFAULT_CLASS, SloConfig
 from proxy.scheduling.slo import SloClass, Standing
 
 TENANT_DIGITS = 16

@@ -21,7 +21,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from cluster.config import ClusterConfig, LivenessConfig, SloConfig
+from cluster.config import ClusterConfig, LivenessConfig
+from cluster.configuration.slo import SloConfig
 from cluster.status import ClusterStatus
 from proxy.api_server import ProxyStartError, expected_workers, run_api_server, wait_for_workers
 from proxy.frontend.request_standing import find_standings

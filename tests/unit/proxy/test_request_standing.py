@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from cluster.config import SloConfig
+from cluster.configuration.slo import SloConfig
 from proxy.frontend.request_context import PriorityOutOfRange, current_standing
 from proxy.frontend.request_standing import RequestStanding, model_of, said_by_headers
 from proxy.frontend.status_line import Message, StatusLine

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import SloConfig
+from cluster.configuration.slo import SloConfig
 from proxy.scheduling.slo import SloClass
 from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
 
