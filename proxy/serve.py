@@ -141,11 +141,13 @@ class _Cluster:
                 machine = detect_machine()
                 # Before the model is fetched: what is wrong without knowing it.
                 facts = read_model_facts(self._config.model) if self._config.model is not None else None
-                check_config(self._config, machine, facts)
-            with self._screen.stage("model"):
-                model = await self._model()
-                facts = read_model_facts(model)
                 plans = check_config(self._config, machine, facts)
+            with self._screen.stage("model"):
+                is_fetched = self._config.model is None
+                model = await self._model()
+                if is_fetched:  # only now there is something to be read about it
+                    facts = read_model_facts(model)
+                    plans = check_config(self._config, machine, facts)
             with self._screen.stage("workers"):
                 listening = self._listen()
                 await self._start_workers(plans, machine, model, facts)

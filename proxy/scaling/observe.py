@@ -12,16 +12,14 @@ SAMPLES_TO_BELIEVE = 12
 
 def prompt_alone_s(scheduler: Scheduler, num_tokens: int) -> float:
     """How long a prompt takes a worker that has nothing else to do; 0 as long as that is not known."""
-    average = scheduler.books.pools.average
-    return average.prefill_s(num_tokens) if average.num_samples >= SAMPLES_TO_BELIEVE else 0.0
+    return scheduler.books.pools.average.prefill_s(num_tokens) if _is_known(scheduler) else 0.0
 
 
 def look_at(scheduler: Scheduler, measured: Measured, pools: Mapping[Role, PoolSize], seconds: float) -> Look:
     """Everything since the last look, which was `seconds` ago."""
     demand = scheduler.demand.take()
     average = scheduler.books.pools.average
-    # Before that, it is what was configured: wrong by factors, and so would be the number of workers.
-    is_known = average.num_samples >= SAMPLES_TO_BELIEVE
+    is_known = _is_known(scheduler)
     return Look(
         seconds=seconds,
         pools=pools,
@@ -51,3 +49,8 @@ def look_at(scheduler: Scheduler, measured: Measured, pools: Mapping[Role, PoolS
         ),
         measured=measured,
     )
+
+
+def _is_known(scheduler: Scheduler) -> bool:
+    """Before that, speed is what was configured: wrong by factors, and so would be the number of workers."""
+    return scheduler.books.pools.average.num_samples >= SAMPLES_TO_BELIEVE
