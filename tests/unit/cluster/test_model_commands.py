@@ -1,6 +1,5 @@
 """`twinpool model` against a server that plays a script; `serve` and `config check` with a file about models."""
 
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +13,7 @@ from cluster.models.messages import ModelList, ModelRemoval, ModelStatus
 from cluster.models.models_file import Models
 from cluster.orders import Refusal, RefusalText
 from cluster.terminal import commands, model_commands
+from tests.unit.cluster.scripted_server import Answering, serving
 
 
 class Script(HTTPServer):
@@ -26,7 +26,7 @@ class Script(HTTPServer):
         self.orders: list[tuple[str, str, Any, str]] = []
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering, BaseHTTPRequestHandler):
     server: Script
 
     def do_POST(self) -> None:
@@ -39,31 +39,18 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         order = msgspec.json.decode(body) if body else None
         self.server.orders.append((self.command, self.path, order, self.headers.get("Authorization", "")))
-        self._answer(*self.server.reply)
+        self.answer(*self.server.reply)
 
     def do_GET(self) -> None:
-        lists = self.server.lists
-        self._answer(200, lists.pop(0) if len(lists) > 1 else lists[0])
-
-    def _answer(self, code: int, body: Any) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(msgspec.json.encode(body))
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer_in_turn(self.server.lists)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
     monkeypatch.setattr(model_commands, "_LOOK_AGAIN_S", 0.01)
     server = Script()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 def run(script: Script | None, *arguments: str) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """`twinpool drain`, `role` and `restart` against a server that plays a script."""
 
 import io
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -16,6 +15,7 @@ from cluster.status import ClusterStatus, WorkerStatus
 from cluster.terminal import commands, worker_commands
 from cluster.terminal.status_tables import status_tables
 from cluster.terminal.worker_commands import drain_progress, restart_progress, role_progress, scale_progress
+from tests.unit.cluster.scripted_server import Answering, serving
 
 
 def status(*workers: WorkerStatus, rolling: RollingStatus | None = None) -> ClusterStatus:
@@ -40,35 +40,23 @@ class Script(HTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering, BaseHTTPRequestHandler):
     server: Script
 
     def do_POST(self) -> None:
         body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.orders.append((self.path, body, self.headers.get("Authorization", "")))
-        self._answer(*self.server.reply)
+        self.answer(*self.server.reply)
 
     def do_GET(self) -> None:
-        statuses = self.server.statuses
-        self._answer(200, statuses.pop(0) if len(statuses) > 1 else statuses[0])
-
-    def _answer(self, code: int, body: Any) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(msgspec.json.encode(body))
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer_in_turn(self.server.statuses)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Script]:
-    with Script() as script:
-        thread = threading.Thread(target=script.serve_forever, args=(0.01,))
-        thread.start()
+    script = Script()
+    with serving(script):
         yield script
-        script.shutdown()
-        thread.join()
 
 
 @pytest.fixture
