@@ -18,7 +18,7 @@ from cluster.trust import KeyFileError, cluster_key
 from proxy.api_servers.accept_loads import open_loads
 from proxy.api_servers.settings import ROLE as API_SERVER
 from proxy.api_servers.settings import api_server_names, hub_address, loads_path
-from proxy.dispatch_settings import dispatch_settings
+from proxy.dispatch.settings import dispatch_settings
 from proxy.listening import ListenError, listening_socket
 from proxy.metrics import ProxyMetrics
 from proxy.workers.administration import Administration

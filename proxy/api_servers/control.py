@@ -13,7 +13,7 @@ import httpx
 
 from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
-from proxy.frontend.status_line import App, Message, Receive, Scope, Send
+from proxy.middleware.status_line import App, Message, Receive, Scope, Send
 
 PREFIX = "/twinpool/"
 PATHS = frozenset({

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cluster.status import ApiServerStatus, BlockCounts, ClassStatus, ClusterStatus, LaunchNote, WorkerStatus
-from proxy.dispatch import Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.workers.administration import Administration
 from proxy.workers.roster import Worker
 from proxy.workers.worker_pool import WorkerPool

@@ -38,12 +38,9 @@ from cluster.messages import EngineFacts
 from proxy.adapters.vllm_adapters import drop_unguarded_routes
 from proxy.api_server import ProxyStartError, first_failure
 from proxy.api_servers.vllm_hub import ApiServerHub
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.settings import DispatchSettings
 from proxy.frontend.front_end_metrics import FrontEndMetrics
-from proxy.frontend.key_guard import ask_for_key
 from proxy.frontend.order_routes import add_order_routes
-from proxy.frontend.request_standing import find_standings
-from proxy.frontend.status_line import App
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
@@ -52,6 +49,9 @@ from proxy.frontend.vllm_unknown_route import name_the_routes
 from proxy.health.cluster_health import ClusterHealth
 from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics
+from proxy.middleware.key_guard import ask_for_key
+from proxy.middleware.request_standing import find_standings
+from proxy.middleware.status_line import App
 from proxy.slo.rules import SloRules
 from proxy.workers.administration import Administration
 from proxy.workers.steering import Steering, scaling_rules

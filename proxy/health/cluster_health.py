@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cluster.config import LivenessConfig
-from proxy.dispatch import Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.health.readiness import Readiness
 from proxy.health.verdict import cluster_faults
 from proxy.scheduling.view import Role

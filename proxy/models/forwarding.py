@@ -16,8 +16,8 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import Message, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.status_line import Message, Receive, Scope, Send
 
 log = logging.getLogger("twinpool.models")
 

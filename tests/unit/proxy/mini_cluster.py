@@ -19,7 +19,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from cluster.config import LivenessConfig
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.settings import DispatchSettings
 from proxy.flights.flight import Flight
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient
 from proxy.metrics import ProxyMetrics

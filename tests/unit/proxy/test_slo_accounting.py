@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
-from proxy.frontend.request_context import CURRENT, RequestContext
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import PROBE, SloClass, Standing
 from tests.unit.proxy.mini_cluster import MiniCluster, mini_cluster, read, until
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.frontend.status_line import Message
-from proxy.frontend.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
+from proxy.middleware.status_line import Message
+from proxy.middleware.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
 
 PARAMS = {"mode": "import"}
 

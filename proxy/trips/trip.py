@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.settings import DispatchSettings
 from proxy.flights.events import LegKind
 from proxy.flights.flight import Flight
-from proxy.flights.front_end import FrontEnd
-from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
 from proxy.slo.party import Party
 from proxy.slo.rate_limits import NOTHING, Reservation
+from proxy.trips.front_end import FrontEnd
+from proxy.trips.lifetime import Lifetime
 
 
 @dataclass(slots=True)

@@ -14,7 +14,12 @@ from typing import Any
 import zmq
 
 from cluster import messages
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.key_budgets import KeyBudgets
+from proxy.dispatch.placing import Placing
+from proxy.dispatch.replies import Replies
+from proxy.dispatch.sending import Sending
+from proxy.dispatch.settings import DispatchSettings
+from proxy.dispatch.witness import Witness
 from proxy.flights.actions import (
     AbortLeg,
     Action,
@@ -42,25 +47,20 @@ from proxy.flights.events import (
     WorkerLost,
 )
 from proxy.flights.flight import IllegalTransition, Stage, advance, passes_on
-from proxy.flights.front_end import FrontEnd, LocalFrontEnd
-from proxy.flights.recent_handovers import RecentHandovers
-from proxy.flights.siblings import Siblings
-from proxy.flights.trip import Trip, new_flight
 from proxy.health.progress import Progress
-from proxy.key_budgets import KeyBudgets
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder, is_plain, leg_event, scheduled_ago_s
 from proxy.legs.vllm_leg_requests import Unsendable, describe
 from proxy.metrics import ProxyMetrics
-from proxy.placing import Placing
-from proxy.replies import Replies
 from proxy.scaling.observe import prompt_alone_s
 from proxy.scheduling.place import CLOSED, Decision, Local, PrefillOnly, Wait
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
-from proxy.sending import Sending
 from proxy.slo.account import Outcome
-from proxy.slo.witness import Witness
+from proxy.trips.front_end import FrontEnd, LocalFrontEnd
+from proxy.trips.recent_handovers import RecentHandovers
+from proxy.trips.siblings import Siblings
+from proxy.trips.trip import Trip, new_flight
 from proxy.workers.roster import Loss, Worker
 from proxy.workers.worker_pool import WorkerPool
 
@@ -70,7 +70,7 @@ log = logging.getLogger("twinpool.proxy")
 class Dispatcher:
     """Owns every trip.
 
-    `on_failure` is that of the front end in this process (`flights.front_end.LocalFrontEnd`), whose requests are added
+    `on_failure` is that of the front end in this process (`trips.front_end.LocalFrontEnd`), whose requests are added
     without naming one.
     """
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import App, Message, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.status_line import App, Message, Receive, Scope, Send
 
 FIELDS = ("kv_transfer_params", "twinpool")
 

@@ -10,10 +10,10 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.request_context import CURRENT, RequestContext
-from proxy.frontend.status_line import App, Receive, Scope, Send
-from proxy.frontend.transfer_params_guard import replaying, whole_body
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.request_context import CURRENT, RequestContext
+from proxy.middleware.status_line import App, Receive, Scope, Send
+from proxy.middleware.transfer_params_guard import replaying, whole_body
 from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
 
 CLASS_HEADER = b"x-slo-class"

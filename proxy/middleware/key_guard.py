@@ -11,8 +11,8 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import App, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.status_line import App, Receive, Scope, Send
 
 _REFUSAL = "the API key is missing or wrong"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
