@@ -71,9 +71,16 @@ class Front:
     """An ASGI application."""
 
     def __init__(
-        self, keeper: Keeper, keys: ApiKeys, admin_keys: ApiKeys, metrics: FrontMetrics, max_body_bytes: int
+        self,
+        keeper: Keeper,
+        keys: ApiKeys,
+        admin_keys: ApiKeys,
+        metrics: FrontMetrics,
+        max_body_bytes: int,
+        administration: Administration | None = None,
     ) -> None:
-        """`admin_keys` are for orders (`is_order`), `keys` for everything else."""
+        """`admin_keys` are for orders (`is_order`), `keys` for everything else. Without `administration`, one that
+        remembers nothing."""
         self._keeper = keeper
         self._keys = keys
         self._admin_keys = admin_keys
@@ -88,7 +95,7 @@ class Front:
         self._own.add_route("/metrics", self._show_metrics, ["GET"])
         self._own.add_route("/v1/models", self._models, ["GET"])
         self._own.add_route("/v1/models/{name:path}", self._model, ["GET"])
-        Administration(keeper).add_to(self._own)
+        (administration or Administration(keeper)).add_to(self._own)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
