@@ -1,6 +1,6 @@
 """Every request on its way: feeds flights with what happens and carries out what they say.
 
-The thin shell around `flights.flight.advance`; who goes where is asked of `placing`. It runs on one event loop; nothing
+The thin shell around `flights.transitions.advance`; who goes where is asked of `placing`. It runs on one event loop; nothing
 in it waits. What the client should see is put, one batch per engine step, into `outputs`.
 """
 
@@ -46,7 +46,8 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import IllegalTransition, Stage, advance, passes_on
+from proxy.flights.flight import IllegalTransition, Stage
+from proxy.flights.transitions import advance, passes_on
 from proxy.health.progress import Progress
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder, is_plain, leg_event, scheduled_ago_s

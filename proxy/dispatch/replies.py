@@ -43,7 +43,7 @@ class Replies:
         return str(output.finish_reason) != "error"
 
     def pass_on(self, trip: Trip, output: Any, now_s: float) -> None:
-        """What `emit` comes to for most tokens; see `flights.flight.passes_on`."""
+        """What `emit` comes to for most tokens; see `flights.transitions.passes_on`."""
         trip.num_outputs += 1
         trip.account.output(now_s)
         if trip.sent is not None:
