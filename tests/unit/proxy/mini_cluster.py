@@ -170,7 +170,7 @@ class MiniCluster(MiniFrontEnd):
         assert self.client.dispatcher.trips == {}
         assert len(self.client.dispatcher.legs) == 0
         assert len(self.client.dispatcher.siblings) == 0
-        scheduler = self.client.dispatcher._placing._scheduler
+        scheduler = self.client.dispatcher.scheduler
         assert scheduler.num_waiting == 0
         assert scheduler.books.held == {}
         for decode in scheduler.books.pools.decode.values():
