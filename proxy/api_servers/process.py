@@ -16,7 +16,6 @@ from typing import Any
 import uvloop
 
 from cluster.launch.logs import start_log
-from proxy.api_server import ProxyStartError, unless_stopped
 from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import open_loads
 from proxy.api_servers.control import ControlForward
@@ -28,6 +27,7 @@ from proxy.api_servers.settings import (
     loads_path,
     read_api_server_settings,
 )
+from proxy.supervision import ProxyStartError, unless_stopped
 
 log = logging.getLogger("twinpool.api_server")
 

@@ -28,7 +28,7 @@ from proxy.api_servers.control import ControlForward
 from proxy.api_servers.link import DispatcherLink, DispatcherLost
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.api_servers.vllm_remote_client import RemoteClient
-from proxy.frontend.vllm_server import engine_facts
+from proxy.frontend.vllm_first_server import engine_facts
 from proxy.metrics import ProxyMetrics
 from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import DEFAULT_STANDING, SloClass, Standing
