@@ -79,7 +79,7 @@ class ApiServerProcess:
         if server is None:
             return
         try:
-            welcome = await unless_stopped(link.welcome(self._settings.config.start_timeout_s), self._stop)
+            welcome = await unless_stopped(link.welcome(self._settings.config.start_timeout_s), self._stop, link.tasks)
             if welcome is not None:
                 await self._serve_through(link, server, welcome)
         finally:

@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from huggingface_hub import snapshot_download
+from starlette.types import ASGIApp
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -40,7 +41,6 @@ from proxy.frontend.vllm_core_client import FrontEndClient, in_place_of_engine
 from proxy.frontend.vllm_unknown_route import name_the_routes
 from proxy.middleware.key_guard import ask_for_key
 from proxy.middleware.request_standing import find_standings
-from proxy.middleware.status_line import App
 from proxy.slo.rules import SloRules
 from proxy.supervision import ProxyStartError, first_failure
 
@@ -153,7 +153,7 @@ class VllmServer:
     async def run(
         self,
         client: FrontEndClient,
-        dress: Callable[[FastAPI], App],
+        dress: Callable[[FastAPI], ASGIApp],
         start_up: Callable[[AsyncLLM], Coroutine[Any, Any, None]],
         supervised: Sequence["asyncio.Task[Any]"],
         stop: asyncio.Event,
@@ -196,7 +196,9 @@ class VllmServer:
             stopping.cancel()
             await _end_http(http, serving)
 
-    async def _http_server(self, llm: AsyncLLM, client: FrontEndClient, dress: Callable[[FastAPI], App]) -> _HttpServer:
+    async def _http_server(
+        self, llm: AsyncLLM, client: FrontEndClient, dress: Callable[[FastAPI], ASGIApp]
+    ) -> _HttpServer:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)

@@ -15,9 +15,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from proxy.middleware.error_reply import send_error
-from proxy.middleware.status_line import RETRY_AFTER_LIMIT_S, Receive, Scope, Send
+from proxy.middleware.status_line import RETRY_AFTER_LIMIT_S
 from proxy.models.administration import Administration
 from proxy.models.answers import Refused
 from proxy.models.forwarding import (
