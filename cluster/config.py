@@ -34,6 +34,21 @@ OWNED_ENGINE_OPTIONS: dict[str, str] = {
     "pipeline_parallel_size": "Remove it: use tensor_parallel, workers with pipeline stages are not supported yet",
 }
 
+# Engine options under which tokens or blocks go ways that a hand-over does not follow, and what they do. None, and
+# context parallelism over one rank, are no such thing.
+UNTESTED_ENGINE_OPTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "With speculative decoding a prompt ends in draft tokens, where a hand-over has the first token",
+    ),
+    "kv_offloading_size": "Offloading the KV cache puts vLLM's own connector in the place of twinpool's, and nothing "
+    "would be handed over",
+    **dict.fromkeys(
+        ("decode_context_parallel_size", "prefill_context_parallel_size"),
+        "With context parallelism a rank holds every n-th token, and a hand-over takes its blocks for whole ones",
+    ),
+}
+
 # Engine options that the proxy and both pools must agree on, so they are given once, at the top.
 SHARED_ENGINE_OPTIONS = frozenset({
     "max_model_len", "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "revision",

@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvtransfer.connector import vllm_seeded_chunks
 from kvtransfer.connector.step_orders import ClosedRequest, StepOrders
+from kvtransfer.connector.vllm_compositions import refuse_untested
 from kvtransfer.connector.vllm_content_format import content_format
 from kvtransfer.connector.vllm_rank_side import RankSide, StepResults
 from kvtransfer.connector.vllm_scheduler_side import SchedulerSide
@@ -80,6 +81,7 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        refuse_untested(vllm_config)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
                 f"twinpool transfers models with one kind of KV cache; this one has "

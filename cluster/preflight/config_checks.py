@@ -5,7 +5,14 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cluster.config import OWNED_ENGINE_OPTIONS, SHARED_ENGINE_OPTIONS, ClusterConfig, PoolConfig, Role
+from cluster.config import (
+    OWNED_ENGINE_OPTIONS,
+    SHARED_ENGINE_OPTIONS,
+    UNTESTED_ENGINE_OPTIONS,
+    ClusterConfig,
+    PoolConfig,
+    Role,
+)
 from cluster.launch.worker_plan import WorkerPlan, plan_workers
 from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.memory.fit_checks import fit_problems, path_of
@@ -19,6 +26,7 @@ from cluster.simulated.launch import plan_simulated_workers, simulation_problems
 
 _CPU_BLOCK_MULTIPLE = 32
 _WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")
+_NO_GROUP = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
@@ -48,12 +56,16 @@ def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | No
 
 
 def vllm_option_problems(config: ClusterConfig, options: VllmOptions) -> list[Problem]:
-    """Options that vLLM does not have, that are given in the wrong place, or that twinpool sets itself."""
+    """Options that vLLM does not have, that are given in the wrong place, that twinpool sets itself or cannot take."""
     problems = []
     for path, given in _engine_tables(config):
-        for name in given:
+        for name, value in given.items():
             if name in OWNED_ENGINE_OPTIONS:
                 problems.append(Problem(f"{path}.{name}", "twinpool decides this option", OWNED_ENGINE_OPTIONS[name]))
+            elif name in UNTESTED_ENGINE_OPTIONS and value is not None and value != _NO_GROUP.get(name):
+                problems.append(
+                    Problem(f"{path}.{name}", UNTESTED_ENGINE_OPTIONS[name], "Remove it; see docs/operating.md, Limits")
+                )
             elif path != "engine" and name in SHARED_ENGINE_OPTIONS:
                 problems.append(
                     Problem(f"{path}.{name}", "both pools and the API server must agree on it", f"Set engine.{name}")

@@ -10,7 +10,7 @@ from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem
-from cluster.preflight.vllm_options import VllmOptions
+from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
 
 GIB = 1 << 30
 MACHINE = Machine(cores=(0, 1), memory_free_bytes=16 * GIB)
@@ -98,6 +98,31 @@ def test_an_option_that_does_not_belong_there_is_named_with_the_remedy(override:
     problem = problem_of(override)
     assert problem.field == override.partition("=")[0]
     assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("engine.speculative_config={method: ngram, num_speculative_tokens: 2}", "draft tokens"),
+        ("pools.decode.engine.spec_method=ngram", "draft tokens"),
+        ("pools.prefill.engine.spec_tokens=2", "draft tokens"),
+        ("engine.kv_offloading_size=1", "in the place of twinpool's"),
+        ("pools.decode.engine.decode_context_parallel_size=2", "its blocks for whole ones"),
+        ("engine.prefill_context_parallel_size=2", "its blocks for whole ones"),
+    ],
+)
+def test_what_a_hand_over_does_not_follow_is_refused_with_the_reason(override: str, reason: str) -> None:
+    problem = problem_of(override)
+    assert problem.field == override.partition("=")[0]
+    assert reason in problem.what
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["engine.speculative_config=null", "engine.kv_offloading_size=null", "engine.decode_context_parallel_size=1"],
+)
+def test_what_is_switched_off_may_be_written_down(override: str) -> None:
+    assert vllm_option_problems(load_config(None, [override]), installed_vllm_options()) == []
 
 
 def test_options_are_checked_by_the_names_vllm_has() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm.config import ParallelConfig
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.model_executor.layers.linear import QKVParallelLinear
@@ -42,6 +42,32 @@ def test_the_connector_leaves_no_abstract_hook_open() -> None:
     assert not getattr(TwinpoolConnector, "__abstractmethods__", set())
     for name in ("take_events", "bind_connector_metadata", "get_transfer_results", "build_connector_worker_meta"):
         assert hasattr(KVConnectorBase_V1, name)
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        ({"speculative": "ngram"}, "speculative_config"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+    ],
+)
+def test_the_connector_refuses_engines_whose_blocks_it_would_misread(engine: dict[str, Any], named: str) -> None:
+    groups = ParallelConfig()
+    assert {"pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"} <= vars(
+        groups
+    ).keys()
+    assert VllmConfig.__dataclass_fields__["speculative_config"].default is None
+    config = SimpleNamespace(
+        speculative_config=engine.pop("speculative", None),
+        parallel_config=SimpleNamespace(**{**vars(groups), **engine}),
+        kv_transfer_config=KVTransferConfig(kv_connector="TwinpoolConnector", kv_role="kv_both"),
+    )
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))])
+
+    with pytest.raises(ValueError, match=named):
+        TwinpoolConnector(config, KVConnectorRole.SCHEDULER, cache)  # type: ignore[arg-type]
 
 
 def test_the_scheduler_frees_received_blocks_before_it_takes_events() -> None:
