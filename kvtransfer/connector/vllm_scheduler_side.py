@@ -73,6 +73,8 @@ class SchedulerSide:
         self._hash_block_size = block_size
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
+        self._owners: dict[tuple[str, str], str] = {}
+        """The request that has a transfer, by mode and transfer id, for as long as ranks may know of it."""
         self._ended: set[str] = set()
         """Requests that ended while ranks still hold their blocks."""
         self._orders = StepOrders()
@@ -103,6 +105,7 @@ class SchedulerSide:
         mode = raw.get("mode")
         if mode == "export":
             params = ExportParams.parse(raw)
+            self._own(request, "export", params.transfer_id)
             self._exports[request.request_id] = _Export(params, request, request.num_prompt_tokens)
         elif mode == "import":
             wanted = ImportParams.parse(raw)
@@ -110,6 +113,7 @@ class SchedulerSide:
             num_tokens = len(token_ids) - 1 if wanted.first_token else len(token_ids)
             if num_tokens < 1:
                 raise ValueError(f"transfer {wanted.transfer_id}: an import needs a prompt of at least one token")
+            self._own(request, "import", wanted.transfer_id)
             self._imports[request.request_id] = _Import(wanted, request, num_tokens)
             self._orders.open_imports.append(
                 OpenImport(
@@ -123,6 +127,15 @@ class SchedulerSide:
             )
         else:
             raise ValueError(f"kv_transfer_params.mode must be 'export' or 'import', found {mode!r}")
+
+    def _own(self, request: "Request", mode: str, transfer_id: str) -> None:
+        """A plain server's clients choose ids themselves; a second one would take the first one's blocks along."""
+        owner = self._owners.setdefault((mode, transfer_id), request.request_id)
+        if owner != request.request_id:
+            raise ValueError(f"transfer {transfer_id} belongs to another request ({owner}); ids must be unique")
+
+    def _disown(self, request_ids: set[str]) -> None:
+        self._owners = {key: owner for key, owner in self._owners.items() if owner not in request_ids}
 
     def num_tokens_to_load(self, request: "Request", num_cached_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local cache come from the exporter; None while that is not yet known."""
@@ -231,7 +244,9 @@ class SchedulerSide:
         request.update_block_hashes()
 
     def blocks_released(self, request_ids: set[str]) -> None:
-        self._ended -= request_ids
+        if over := self._ended & request_ids:
+            self._ended -= over
+            self._disown(over)
 
     # --- the end of a request --------------------------------------------------------------------
 
@@ -244,6 +259,8 @@ class SchedulerSide:
                 self._ended.add(request_id)  # vLLM itself keeps these blocks until the import is reported
         export = self._exports.pop(request_id, None)
         if export is None or not export.opened:
+            if request_id not in self._ended and (imported or export):
+                self._disown({request_id})
             return False, None
         self._ended.add(request_id)
         transfer_id = export.params.transfer_id

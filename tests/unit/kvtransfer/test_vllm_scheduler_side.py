@@ -88,8 +88,8 @@ def export_params(transfer_id: str = "transfer-1") -> dict[str, Any]:
     return {"mode": "export", "transfer_id": transfer_id}
 
 
-def import_params(first_token: bool) -> dict[str, Any]:
-    return {"mode": "import", "transfer_id": "transfer-1", "first_token": first_token, "exporter": EXPORTER}
+def import_params(first_token: bool, transfer_id: str = "transfer-1") -> dict[str, Any]:
+    return {"mode": "import", "transfer_id": transfer_id, "first_token": first_token, "exporter": EXPORTER}
 
 
 def orders_of(side: SchedulerSide) -> StepOrders:
@@ -114,7 +114,8 @@ def test_the_adapter_is_part_of_what_both_sides_compare(side: SchedulerSide, cac
     poet, other = LoRARequest("poet", 7, "/adapters/poet"), LoRARequest("poet", 8, "/adapters/poet/.")
     hashes = []
     for index, (exported, imported) in enumerate([(None, None), (poet, poet), (other, other)]):
-        p, d = request(f"p{index}", [1, 2, 3], export_params()), request(f"d{index}", [1, 2, 3, 0], import_params(True))
+        p = request(f"p{index}", [1, 2, 3], export_params(f"transfer-{index}"))
+        d = request(f"d{index}", [1, 2, 3, 0], import_params(True, f"transfer-{index}"))
         p.lora_request, d.lora_request = exported, imported
         cache.tables[p.request_id] = [1]
         for made in (p, d):
@@ -267,6 +268,46 @@ def test_a_request_that_ends_while_loading_cancels_its_import(side: SchedulerSid
     stats = side.pool_stats()
     assert stats is not None
     assert (stats.used, stats.leased, stats.free) == (0, 0, 100)
+
+
+def test_an_export_under_an_id_in_use_is_an_ordinary_request_and_takes_no_blocks_along(
+    side: SchedulerSide, cache: FakeKvCache
+) -> None:
+    """Two exports under one id would free the blocks of one and lose those of the other."""
+    owner, second = (request(name, list(range(8)), export_params()) for name in ("owner", "second"))
+    side.on_new_request(owner)
+    side.on_new_request(second)
+    cache.tables |= {"owner": [1, 2], "second": [3, 4]}
+    opened = side.build_orders(step(new={"owner": (0, 8), "second": (0, 8)}))
+    assert [(o.transfer_id, o.request_id) for o in opened.open_exports] == [("transfer-1", "owner")]
+
+    assert side.request_finished(finished(second, RequestStatus.FINISHED_LENGTH_CAPPED, [5])) == (False, None)
+    assert side.request_finished(finished(owner, RequestStatus.FINISHED_LENGTH_CAPPED, [5]))[0]
+    assert [o.block_ids for o in orders_of(side).finish_exports] == [[1, 2]]
+
+    while_held, afterwards = (request(name, list(range(8)), export_params()) for name in ("held", "afterwards"))
+    side.on_new_request(while_held)
+    side.blocks_released({"owner"})
+    side.on_new_request(afterwards)
+    cache.tables |= {"held": [3, 4], "afterwards": [5, 6]}
+    opened = side.build_orders(step(new={"held": (0, 8), "afterwards": (0, 8)}))
+    assert [o.request_id for o in opened.open_exports] == ["afterwards"], "the id is free again when its blocks are"
+
+
+def test_an_import_under_an_id_in_use_is_an_ordinary_request(side: SchedulerSide) -> None:
+    owner, second = (request(name, list(range(10)), import_params(False)) for name in ("owner", "second"))
+    side.on_new_request(owner)
+    side.on_new_request(second)
+    assert [o.request_id for o in orders_of(side).open_imports] == ["owner"]
+    assert side.num_tokens_to_load(owner, 0) == (10, True)
+    assert side.num_tokens_to_load(second, 0) == (0, False), "it is computed here"
+    side.request_finished(finished(second, RequestStatus.FINISHED_STOPPED, [1]))
+    assert orders_of(side).cancel_imports == [], "the owner's is not touched"
+    side.request_finished(finished(owner, RequestStatus.FINISHED_ABORTED, []))
+    assert orders_of(side).cancel_imports == ["transfer-1"]
+    third = request("third", list(range(10)), import_params(False))
+    side.on_new_request(third)
+    assert [o.request_id for o in orders_of(side).open_imports] == ["third"]
 
 
 def test_computed_tokens_grow_with_chunks_and_not_with_empty_steps(side: SchedulerSide) -> None:
