@@ -101,6 +101,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """Of prompts and outputs, since the engine's start, also twice. While it grows the engine gets on."""
     refused: dict[str, Size] = {}
     """Connections that its ranks turned away, by reason (`kvtransfer.trust.door`)."""
+    copies_in: dict[str, Size] = {}
+    """Per link, messages or reads in which `bytes_in` came."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

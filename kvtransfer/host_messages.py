@@ -75,6 +75,8 @@ class RankStats(msgspec.Struct, tag="rank_stats", frozen=True):
     """Open exports by state, see `lease.LeaseState`."""
     refused: dict[str, Size] = {}
     """Connections turned away at the exporter's socket, by reason (`trust.door`)."""
+    copies_in: dict[str, Size] = {}
+    """Per link, messages or reads in which `bytes_in` came."""
 
 
 class PoolStats(msgspec.Struct, tag="pool_stats", frozen=True):

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.messages import HandoverClosed, WorkerLoad
+from proxy.flights.lifetime import FirstTokenParts, SecondTokenParts
 from proxy.prefixes.prefix_metrics import PrefixMetrics, forget_worker
 from proxy.scheduling.place import REASONS
 from proxy.slo.metrics import SloMetrics
-from proxy.trips.lifetime import FirstTokenParts, SecondTokenParts
 
 STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
 QUEUES = ("waiting", "prefilling", "handing_over")
@@ -104,6 +104,20 @@ class ProxyMetrics:
         self.worker_bytes_in = gauge(
             "worker_bytes_in", "Bytes all ranks of a worker have fetched since its start.", "worker", "link"
         )
+        self.worker_copies_in = gauge(
+            "worker_copies_in",
+            "Messages or reads in which worker_bytes_in came: bytes per copy say whether a link moves large pieces.",
+            "worker", "link",
+        )  # fmt: skip
+        self.worker_without_progress = gauge(
+            "worker_without_progress_seconds",
+            "Seconds for which a worker that has work has got nowhere; /health fails from liveness.stalled_after_s on.",
+            "worker",
+        )
+        self.expected_output_tokens = gauge(
+            "expected_output_tokens",
+            "Tokens kept free for an answer without a shorter max_tokens, from how long answers were.",
+        )
         self.worker_copy_seconds = gauge(
             "worker_copy_seconds", "Seconds they spent on that, added up over ranks.", "worker", "link"
         )
@@ -137,6 +151,7 @@ class ProxyMetrics:
         )  # fmt: skip
         self.prefixes = PrefixMetrics(registry)
         self.slo = SloMetrics(registry)
+        self._paced: set[str] = set()  # workers of the last `observe_pace`
         self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
         for role in ("prefill", "decode"):
             self.workers_alive.labels(role).set(0)
@@ -186,6 +201,8 @@ class ProxyMetrics:
         self.transfers_open.labels(worker_id, "import").set(load.imports_open)
         self.worker_bad_frames.labels(worker_id).set(load.bad_frames)
         self.worker_tokens_computed.labels(worker_id).set(load.tokens_computed)
+        for link, num_copies in load.copies_in.items():
+            self.worker_copies_in.labels(worker_id, link).set(num_copies)
         for state, count in load.leases.items():
             self.leases.labels(worker_id, state).set(count)
         self._observe_copies(worker_id, "in", load.bytes_in, load.copy_s)
@@ -214,6 +231,7 @@ class ProxyMetrics:
     def forget_worker(self, worker_id: str) -> None:
         """A worker was removed: nothing is shown of it any more."""
         self.prefixes.forget_worker(worker_id)
+        self._paced.discard(worker_id)
         self._copied = {key: copied for key, copied in self._copied.items() if key[0] != worker_id}
         for metric in vars(self).values():
             if isinstance(metric, Counter | Gauge | Histogram):
@@ -243,6 +261,15 @@ class ProxyMetrics:
         for role, count in alive.items():
             self.workers_alive.labels(role).set(count)
             self.workers_draining.labels(role).set(draining.count(role))
+
+    def observe_pace(self, without_progress_s: Mapping[str, float], expected_output_tokens: int) -> None:
+        """How long each worker that has work has got nowhere, and how long an answer is expected to get."""
+        for worker_id in self._paced - without_progress_s.keys():
+            self.worker_without_progress.labels(worker_id).set(0)
+        self._paced = set(without_progress_s)
+        for worker_id, seconds in without_progress_s.items():
+            self.worker_without_progress.labels(worker_id).set(seconds)
+        self.expected_output_tokens.set(expected_output_tokens)
 
     def unregister(self) -> None:
         """Takes them out of the registry, for the next proxy of this process."""

@@ -43,6 +43,7 @@ def worker_load(
         leases=_sum_by_key([rank.leases for rank in ranks]),
         tokens_computed=pool.tokens_computed,
         refused=_sum_by_key([rank.refused for rank in ranks]),
+        copies_in=_sum_by_key([rank.copies_in for rank in ranks]),
     )
 
 

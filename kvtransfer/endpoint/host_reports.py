@@ -148,6 +148,7 @@ class HostReports:
             dict(exporter.copy_out_s),
             exporter.leases(),
             dict(refused),
+            dict(importer.copies_in),
         )
 
     def _send(self, message: FromRank) -> None:

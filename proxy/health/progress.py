@@ -67,12 +67,15 @@ class Progress:
             marks[worker.worker_id] = mark
         self._marks = marks
 
+    def without_progress_s(self) -> dict[str, float]:
+        """Of every living worker: for how long it has got nowhere with its work; 0 if it has none."""
+        if self._beat_s is None:
+            return {}
+        return {worker_id: max(0.0, self._beat_s - mark.at_s) for worker_id, mark in self._marks.items()}
+
     def stalled(self, after_s: float) -> list[Stall]:
         """Workers that have had something to do for so long and got nowhere."""
-        if self._beat_s is None:
-            return []
-        waits = (Stall(worker_id, self._beat_s - mark.at_s) for worker_id, mark in self._marks.items())
-        return [stall for stall in waits if stall.for_s > after_s]
+        return [Stall(worker_id, for_s) for worker_id, for_s in self.without_progress_s().items() if for_s > after_s]
 
 
 def _counters(load: WorkerLoad | None) -> tuple[str, int, int]:

@@ -62,6 +62,7 @@ class Importer:
         self.closed: list[ClosedImport] = []
         self.failures: Counter[str] = Counter()
         self.bytes_in: Counter[str] = Counter()
+        self.copies_in: Counter[str] = Counter()
         self.copy_s: dict[str, float] = {}
 
     @property
@@ -274,7 +275,9 @@ class Importer:
         self._settle(reader)
 
     def _ended(self, reader: Import, piece: Piece, link: str, now_s: float, copy_s: float, is_valid: bool) -> None:
-        self.bytes_in[link] += piece.num_bytes if is_valid else 0
+        if is_valid:
+            self.bytes_in[link] += piece.num_bytes
+            self.copies_in[link] += 1
         self.copy_s[link] = self.copy_s.get(link, 0.0) + copy_s
         reader.piece_ended(piece, now_s, copy_s, is_valid)
         if piece.attempt < reader.attempt and (peer := self._exporters.of(reader)):

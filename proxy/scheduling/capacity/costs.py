@@ -131,7 +131,12 @@ class OutputLengths:
         self._recent.append(num_tokens)
         insort(self._sorted, num_tokens)
 
+    @property
+    def usual(self) -> int:
+        """Tokens that nine of ten answers need at most."""
+        p90 = self._sorted[len(self._sorted) * 9 // 10] if self._sorted else 0
+        return max(p90, MIN_EXPECTED_OUTPUT)
+
     def expected(self, max_tokens: int) -> int:
         """Tokens to keep free for an answer of at most `max_tokens`."""
-        p90 = self._sorted[len(self._sorted) * 9 // 10] if self._sorted else 0
-        return min(max_tokens, max(p90, MIN_EXPECTED_OUTPUT))
+        return min(max_tokens, self.usual)

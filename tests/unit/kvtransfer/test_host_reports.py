@@ -100,6 +100,7 @@ def test_statistics_come_when_they_change_and_not_too_often(cluster: Cluster, ho
     reports = [message for message in host.heard if isinstance(message, RankStats)]
     assert 1 <= len(reports) <= 3
     assert sum(reports[-1].bytes_in.values()) == 20 * 3 * importer.map.layout.block_bytes
+    assert 0 < sum(reports[-1].copies_in.values()) <= 20 * 3, "small blocks go together"
     assert reports[-1].imports_open == 0
 
 

@@ -74,6 +74,24 @@ def test_rates_are_those_of_the_latest_copies_in_both_directions(metrics: Metric
     assert metrics.value("worker_copy_out_seconds", worker="decode-0", link="host") == 1
 
 
+def test_messages_are_counted_beside_their_bytes(metrics: Metrics) -> None:
+    metrics.report(bytes_in={"zmq": 8_000_000, "host": 5}, copies_in={"zmq": 2, "host": 1})
+    assert metrics.value("worker_copies_in", worker="decode-0", link="zmq") == 2
+    assert metrics.value("worker_copies_in", worker="decode-0", link="host") == 1
+
+
+def test_a_worker_that_gets_nowhere_is_seen_before_health_fails(metrics: Metrics) -> None:
+    metrics.observe_pace({"prefill-0": 0.0, "decode-0": 12.5}, 700)
+    assert metrics.value("worker_without_progress_seconds", worker="decode-0") == 12.5
+    assert metrics.value("worker_without_progress_seconds", worker="prefill-0") == 0.0
+    assert metrics.value("expected_output_tokens") == 700
+    metrics.observe_pace({"prefill-0": 0.0}, 700)
+    assert metrics.value("worker_without_progress_seconds", worker="decode-0") == 0.0, "it is gone, not stuck"
+    metrics.forget_worker("decode-0")
+    metrics.observe_pace({}, 700)
+    assert metrics.value("worker_without_progress_seconds", worker="decode-0") is None
+
+
 def test_a_restarted_worker_counts_from_zero(metrics: Metrics) -> None:
     metrics.report(bytes_in={"host": 9_000_000_000}, copy_s={"host": 9.0})
     metrics.report(bytes_in={"host": 1_000_000_000}, copy_s={"host": 0.5})

@@ -33,6 +33,15 @@ def test_a_worker_with_work_and_no_progress_has_stalled() -> None:
     assert after_beats(progress, Reporter(load=None)) == [Stall("decode-0", 70.0)], "one that never reported"
 
 
+def test_the_time_without_progress_is_told_before_it_is_a_stall() -> None:
+    progress = Progress()
+    assert progress.without_progress_s() == {}
+    after_beats(progress, Reporter(), beats=20)
+    assert progress.without_progress_s() == {"decode-0": 20.0}
+    after_beats(progress, Reporter(), at_work=False, beats=5)
+    assert progress.without_progress_s() == {"decode-0": 0.0}
+
+
 def test_an_idle_worker_is_healthy_and_its_idleness_does_not_count_later() -> None:
     progress = Progress()
     assert after_beats(progress, Reporter(), at_work=False, beats=1000) == []

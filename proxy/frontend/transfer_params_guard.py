@@ -10,9 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from proxy.middleware.error_reply import send_error
+from proxy.frontend.error_reply import send_error
+from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
 FIELDS = ("kv_transfer_params", "twinpool")
 
@@ -20,7 +19,7 @@ FIELDS = ("kv_transfer_params", "twinpool")
 class TransferParamsGuard:
     """A pure ASGI middleware."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

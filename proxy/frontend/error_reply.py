@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from starlette.types import Scope, Send
+from proxy.frontend.status_line import Scope, Send
 
 
 async def send_error(
