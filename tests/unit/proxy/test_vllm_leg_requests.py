@@ -1,5 +1,6 @@
 """The legs' requests: valid by themselves on the wire, and never a change to the client's own."""
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -81,6 +82,47 @@ def test_every_leg_is_valid_where_it_arrives_and_the_clients_request_is_unchange
     assert prefill.sampling_params is not None
     assert (prefill.sampling_params.max_tokens, prefill.sampling_params.n) == (1, 1)
     assert [bytes(frame) for frame in MsgpackEncoder().encode(request)] == before
+
+
+GRID = [
+    dict(zip(("n", "output_kind", "logprobs", "max_tokens", "stop", "min_tokens"), values, strict=True))
+    for values in itertools.product(
+        (1, 3),
+        (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY),
+        (None, 0, 5),
+        (None, 1, 2, 64),
+        (None, ["first"], ["spans two"], ["never"]),
+        (0, 1, 5),
+    )
+    if values[-1] <= (values[3] or 64)
+]
+
+
+def test_whatever_is_combined_the_legs_together_are_the_clients_request() -> None:
+    """The grid of the OpenAI API's limits: what each leg may generate, score and stop at."""
+    assert len(GRID) > 400
+    legs = LegRequests()
+    for values in GRID:
+        request = client(**values)
+        shape = describe(request)
+        asked = request.sampling_params
+        p = decoded(legs.prefill(request, "p", "t", shape.first_token_mode, URGENCY)).sampling_params
+        if shape.first_token_mode and values["max_tokens"] == 1:
+            continue  # the prefill worker's token is the answer, see `scheduling.route`
+        decode = decoded(legs.decode(request, "d", "t", shape.first_token_mode, EXPORTER, URGENCY))
+        d = decode.sampling_params
+        assert asked is not None
+        assert p is not None
+        assert d is not None
+        assert (p.n, p.max_tokens, d.n) == (1, 1, 1), values
+        assert shape.first_token_mode == (values["min_tokens"] == 0), values
+        handed_over = int(shape.first_token_mode)
+        assert d.max_tokens == (None if asked.max_tokens is None else asked.max_tokens - handed_over), values
+        assert d.min_tokens == asked.min_tokens, "only without min_tokens is a token handed over"
+        assert (d.logprobs, d.stop, d.output_kind) == (asked.logprobs, asked.stop, asked.output_kind), values
+        if handed_over:
+            assert (p.logprobs, p.stop, p.min_tokens) == (asked.logprobs, asked.stop, 0), values
+        assert decode.prompt_token_ids == PROMPT + [0] * handed_over, values
 
 
 def test_in_first_token_mode_the_decode_leg_has_a_placeholder_and_one_token_less() -> None:

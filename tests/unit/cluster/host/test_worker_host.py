@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -113,6 +114,14 @@ class Situation:
         """The rank reports its transfers."""
         stats = host_messages.RankStats(0, exports_open, 0, {}, {}, {}, 0, {})
         await self.rank.send(msgspec.msgpack.encode(stats))
+
+    async def dropped_exports(self) -> list[str]:
+        """What the host tells its rank that nobody will fetch."""
+        async with asyncio.timeout(10):
+            while True:
+                message = msgspec.msgpack.decode(await self.rank.recv(), type=host_messages.ToRank)
+                if isinstance(message, host_messages.DropExports):
+                    return message.transfer_ids
 
     async def end(self) -> None:
         if not self.task.done():
@@ -231,3 +240,23 @@ async def test_a_role_that_is_overdue_is_taken_and_the_rest_is_dropped(
         changed = await it.hear(wire.WorkerHello, drains_to="", role="decode")
         assert changed.proxies_lost == 1
         assert it.engine.aborted == ["a"]
+
+
+async def test_who_hears_nothing_of_its_proxy_drops_its_requests_and_exports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_s = 0.0
+    monkeypatch.setattr(worker_host, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    async with joined(tmp_path, monkeypatch) as it:
+        await it.submit("a")
+        await it.rank.send(msgspec.msgpack.encode(host_messages.ExportStarted("t-1")))
+        await it.hear(wire.PrefillStarted)
+        assert it.engine.aborted == []
+
+        late_s = 1000.0
+
+        assert await it.dropped_exports() == ["t-1"]
+        hello = await it.hear(wire.WorkerHello)
+        assert hello.proxies_lost == 1
+        assert it.engine.aborted == ["a"], "nobody waits for it any more"
+        assert not it.engine.stopped, "another proxy may come"
