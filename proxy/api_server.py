@@ -1,15 +1,13 @@
-"""The API server of a cluster: vLLM's own, on our core client, with our routes and metrics.
+"""Puts the proxy of a cluster together: the pool of workers, the API server, the further ones; and takes it apart.
 
-Relies on vLLM 0.32: `setup_server`, `build_app`, `init_app_state`, `NoSignalServer` (signals belong to whoever runs
-us), `AsyncLLM.from_vllm_config`.
+Nothing here imports vLLM before that is needed: it takes seconds, which the launcher spends on starting workers.
 """
 
 import asyncio
 import logging
 import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,20 +16,18 @@ from cluster.trust import KeyFileError, cluster_key
 from proxy.api_servers.accept_loads import open_loads
 from proxy.api_servers.settings import ROLE as API_SERVER
 from proxy.api_servers.settings import api_server_names, hub_address, loads_path
-from proxy.dispatch_settings import dispatch_settings
+from proxy.dispatch.settings import dispatch_settings
 from proxy.listening import ListenError, listening_socket
 from proxy.metrics import ProxyMetrics
+from proxy.supervision import ProxyStartError, unless_stopped
 from proxy.workers.administration import Administration
+from proxy.workers.arrival import expected_workers, wait_for_workers
 from proxy.workers.rolling_restart import RollingTimes, WorkerControl
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
 from proxy.workers.worker_socket import SocketAddressError
 
 log = logging.getLogger("twinpool.proxy")
-
-
-class ProxyStartError(Exception):
-    """The proxy could not start; a sentence for the operator."""
 
 
 class WorkerGone(Protocol):
@@ -101,17 +97,15 @@ async def run_api_server(
             hub = _hub(config, runtime_dir, metrics, on_api_server, server.returns_routed_experts)
         key = cluster_key(config)
         roster = Roster(server.model_names, config.liveness.dead_after_s, expected_workers(config))
-        if control is None:
-            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, key=key)
-        else:
-            roster.restarts = config.restart != "never"
-            pool = WorkerPool(proxy_address, roster, config.liveness, metrics, control.joined, key)
+        roster.restarts = control is not None and config.restart != "never"
+        joined = control.joined if control is not None else _nobody
+        pool = WorkerPool(proxy_address, roster, config.liveness, metrics, joined, key)
         times = RollingTimes(config.drain_timeout_s, config.start_timeout_s, config.stop_timeout_s)
         administration = Administration(pool, control, times)
         exits = asyncio.create_task(_watch_exits(worker_exits, pool, hub), name="worker-exits")
-        ready = await unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop)
+        supervised = (exits, *pool.tasks, *(hub.tasks if hub is not None else ()))
+        ready = await unless_stopped(wait_for_workers(pool, config.start_timeout_s, on_join), stop, supervised)
         if ready is not None:
-            supervised = (exits, *pool.tasks, *(hub.tasks if hub is not None else ()))
             settings = dispatch_settings(config, server.on_gpu, server.asks_for_key)
             await server.serve(pool, administration, settings, metrics, supervised, on_ready, stop, hub)
     except (SocketAddressError, KeyFileError) as error:
@@ -129,6 +123,10 @@ async def run_api_server(
         metrics.unregister()
 
 
+def _nobody(_worker_id: str, _role: str) -> None:
+    """Where processes are somebody else's, nobody needs to know who joins."""
+
+
 def _prepare(
     config: ClusterConfig,
     model_path: str,
@@ -136,13 +134,14 @@ def _prepare(
     runtime_dir: Path | None,
     abandoned: threading.Event,
 ) -> Any:
-    from proxy.frontend.vllm_server import ApiServerSeat, VllmServer
+    from proxy.frontend.vllm_first_server import FirstServer
+    from proxy.frontend.vllm_server import ApiServerSeat
 
     seat = None
     try:
         if runtime_dir is not None and config.server.api_servers > 1:
             seat = ApiServerSeat(0, config.server.api_servers, open_loads(loads_path(runtime_dir)))
-        server = VllmServer(config, model_path, listening, seat)
+        server = FirstServer(config, model_path, listening, seat)
     except BaseException:
         listening.close()  # whoever waits for this thread may be gone
         raise
@@ -150,28 +149,6 @@ def _prepare(
         # Nobody waits for it any more; a thread cannot be cancelled.
         server.close()
     return server
-
-
-async def unless_stopped(work: Awaitable[Any], stop: asyncio.Event) -> Any:
-    """The result of `work`, or None if `stop` came first."""
-    task, stopped = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if stopped.done() and not task.done():
-            task.cancel()
-            return None
-        return task.result()
-    finally:
-        stopped.cancel()
-
-
-def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
-    """Ids of all workers of the configuration, in the order of their indices."""
-    return tuple(
-        f"{role}-{index}"
-        for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode))
-        for index in range(pool.replicas)
-    )
 
 
 def _hub(
@@ -197,65 +174,3 @@ async def _watch_exits(worker_exits: "asyncio.Queue[WorkerGone]", pool: WorkerPo
             continue
         cause = gone.cause[:1].upper() + gone.cause[1:]
         pool.give_up(gone.worker_id, cause, drained=gone.drained, returns=gone.returns)
-
-
-async def wait_for_workers(
-    pool: WorkerPool, timeout_s: float, on_join: Callable[[str], None] = lambda _worker_id: None
-) -> bool:
-    """Returns when a prefill and a decode worker that can exchange blocks are there; raises `ProxyStartError`.
-
-    A cluster without prefill workers in its configuration only waits for a decode worker.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    roster = pool.roster
-    joined: set[str] = set()
-    while True:
-        for worker_id in sorted(roster.workers.keys() - joined):
-            joined.add(worker_id)
-            on_join(worker_id)
-        needs_prefill = any(worker_id.startswith("prefill-") for worker_id in roster.expected)
-        if needs_prefill and roster.has_pair():
-            return True
-        if not needs_prefill and roster.alive("decode"):
-            return True
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or _hopeless(roster):
-            raise ProxyStartError(_who_is_missing(roster, timeout_s))
-        await pool.wait_for_change(min(left_s, 1.0))
-
-
-def _hopeless(roster: Roster) -> bool:
-    """All workers of a role are dead, or everybody has come and still no pair can exchange blocks."""
-    if all(worker_id in roster.workers or worker_id in roster.causes for worker_id in roster.expected):
-        return True
-    by_role: dict[str, list[str]] = {}
-    for worker_id in roster.expected:
-        by_role.setdefault(worker_id.rpartition("-")[0], []).append(worker_id)
-    return any(all(worker_id in roster.causes for worker_id in pool) for pool in by_role.values())
-
-
-def _who_is_missing(roster: Roster, timeout_s: float) -> str:
-    refused = roster.refused_pairs()
-    if refused and not roster.has_pair():
-        return (
-            "no prefill worker has a KV layout that fits a decode worker, so nothing could be handed over; they differ "
-            f"in (prefill / decode): {', '.join(refused[0].differing_fields)}. Give both pools the same engine options"
-        )
-    missing = [worker_id for worker_id in roster.expected if worker_id not in roster.workers]
-    dead = [f"{worker_id}: {cause}" for worker_id, cause in roster.causes.items()]
-    late = [worker_id for worker_id in missing if worker_id not in roster.causes]
-    parts = []
-    if dead:
-        parts.append("; ".join(dead))
-    if late:
-        parts.append(f"{', '.join(late)} did not come up within {timeout_s:g} s (start_timeout_s); see their logs")
-    return "the cluster did not start: " + ("; ".join(parts) or "no worker came up; see their logs")
-
-
-def first_failure(tasks: Sequence["asyncio.Task[Any]"]) -> str:
-    """Why a task that must not end did."""
-    for task in tasks:
-        if task.done():
-            error = None if task.cancelled() else task.exception()
-            return f"the proxy's task {task.get_name()} ended: {error or 'cancelled'}"
-    return "a task of the proxy ended"

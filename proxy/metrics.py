@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.messages import HandoverClosed, WorkerLoad
-from proxy.flights.lifetime import FirstTokenParts, SecondTokenParts
 from proxy.prefixes.prefix_metrics import PrefixMetrics, forget_worker
 from proxy.scheduling.place import REASONS
 from proxy.slo.metrics import SloMetrics
+from proxy.trips.lifetime import FirstTokenParts, SecondTokenParts
 
 STAGES = ("waiting", "prefilling", "handing_over", "decoding", "local")
 QUEUES = ("waiting", "prefilling", "handing_over")

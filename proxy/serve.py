@@ -254,8 +254,16 @@ class _Cluster:
 
         address = proxy_address(self._runtime_dir, self._config.security)
         await run_api_server(
-            *(self._config, model, address, self._on_ready, self._exits, self._stop, self._screen.worker_ready),
-            *(listening, self._fleet, self._runtime_dir),
+            self._config,
+            model,
+            address,
+            self._on_ready,
+            self._exits,
+            self._stop,
+            on_join=self._screen.worker_ready,
+            listening=listening,
+            control=self._fleet,
+            runtime_dir=self._runtime_dir,
         )
 
     async def _on_ready(self, url: str) -> None:

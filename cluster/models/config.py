@@ -102,6 +102,11 @@ class ModelsConfig(ConfigNode):
     capacity: int | None = Field(
         default=None, ge=1, description="Sum of `cost` of the models that may be up at once. Empty: no limit."
     )
+    added_models: str | None = Field(
+        default=None,
+        description="A file that remembers models added while it serves; a relative path starts at this file's "
+        "directory. Empty: they are forgotten when the server ends.",
+    )
     server: FrontConfig = Field(default_factory=FrontConfig, description="The address of all of them.")
     max_waiting: int = Field(
         default=256, ge=1, description="Requests that may wait for one model to be up; the next one gets a 429."

@@ -23,6 +23,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """Further names under which it can be asked for."""
     log: str = ""
     """The log of its cluster, once it was started."""
+    kept: bool = True
+    """It is there after the next start of the server too: it is in its configuration, or remembered beside it."""
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -40,3 +42,5 @@ class ModelRemoval(msgspec.Struct, frozen=True):
     name: str
     within_s: float
     """By then it is off the map; its processes take as long as they need to stop."""
+    returns: bool = False
+    """It is there again after the next start of the server, whose configuration names it."""

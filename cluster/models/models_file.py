@@ -46,6 +46,8 @@ class Models:
 
     config: ModelsConfig
     specs: tuple[ModelSpec, ...]
+    added_models: Path | None = None
+    """Where models that are added later are remembered."""
 
 
 def is_models_file(path: Path) -> bool:
@@ -72,7 +74,8 @@ def load_models(path: Path, overrides: Sequence[str] = ()) -> Models:
         problems += capacity_problems(costs, config.capacity)
     if problems:
         raise ConfigError(problems)
-    return Models(config, tuple(specs))
+    added = path.parent / Path(config.added_models).expanduser() if config.added_models is not None else None
+    return Models(config, tuple(specs), added)
 
 
 def read_model(name: str, model: ModelConfig, base: Path) -> ModelSpec:

@@ -20,6 +20,7 @@ from rich.table import Table
 from cluster import embedded_model
 from cluster.config import ClusterConfig
 from cluster.launch.worker_plan import WorkerPlan
+from cluster.models.added_models import read_added
 from cluster.models.models_file import Models, check_access, check_models, is_models_file, load_models
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
@@ -191,11 +192,14 @@ def _check_models(models: Models, machine: Machine) -> None:
     try:
         check_access(models.config.server, machine.environ)
         plans = check_models(models.specs, machine)
+        added = read_added(models.added_models) if models.added_models is not None else {}
     except ConfigError as error:
         _refuse(error)
     for spec in models.specs:
         _console().print(f"\n{spec.name} ({spec.config.policy}, cost {spec.config.cost})", markup=False)
         _console().print(_plan_table(plans[spec.name], machine))
+    if added:
+        _console().print(f"\nand those in {models.added_models}: {', '.join(added)}", markup=False, soft_wrap=True)
 
 
 def _facts(config: ClusterConfig) -> ModelFacts | None:

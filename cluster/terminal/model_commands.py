@@ -50,7 +50,9 @@ def add(
     api_key: ApiKey = "",
     no_wait: NoWait = False,
 ) -> None:
-    """Put a model on the map. A pinned one is started; waits until it is up."""
+    """Put a model on the map. A pinned one is started; waits until it is up.
+
+    It is there after the next start of the server too if the server's file says where to remember it (added_models)."""
     files = [argument for argument in arguments or [] if "=" not in argument or Path(argument).is_file()]
     if len(files) > 1:
         fail(f"one configuration file expected, got {', '.join(files)}", EXIT_CONFIG)
@@ -67,6 +69,8 @@ def add(
     except CallFailed as error:
         fail(str(error), 1)
     sys.stdout.write(f"{name} is {added.state}\n")
+    if not added.kept:
+        sys.stdout.write(f"{name} is forgotten when the server ends; see added_models in docs/operating.md\n")
 
 
 @model_app.command("remove")
@@ -84,6 +88,8 @@ def remove(
     query = f"?{urlencode({'timeout_s': timeout_s})}" if timeout_s is not None else ""
     try:
         removal = call(f"{_base(url)}/{quote(name)}{query}", api_key, ModelRemoval, "DELETE")
+        if removal.returns:
+            sys.stdout.write(f"{name} stands in the server's configuration and comes back with the next start\n")
         if no_wait:
             sys.stdout.write(f"{name} finishes its requests; `twinpool model list` shows how far it is\n")
             return

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 import httpx
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
-from proxy.frontend.status_line import App, Message, Receive, Scope, Send
 
 PREFIX = "/twinpool/"
 PATHS = frozenset({
@@ -29,7 +29,7 @@ _NOT_PASSED_ON = frozenset({b"connection", b"content-length", b"expect", b"keep-
 class ControlDesk:
     """Answers control requests with an ASGI application."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         # No environment: a proxy of the operator's shell has no part in this.
         self._client = httpx.AsyncClient(transport=transport, base_url="http://twinpool", trust_env=False)
@@ -57,7 +57,7 @@ class ControlForward:
     `ask(method, target, headers, body)` returns the reply, or None if there was none in time.
     """
 
-    def __init__(self, app: App, ask: "Ask") -> None:
+    def __init__(self, app: ASGIApp, ask: "Ask") -> None:
         self._app = app
         self._ask = ask
 

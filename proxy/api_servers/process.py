@@ -16,7 +16,6 @@ from typing import Any
 import uvloop
 
 from cluster.launch.logs import start_log
-from proxy.api_server import ProxyStartError, unless_stopped
 from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import open_loads
 from proxy.api_servers.control import ControlForward
@@ -28,6 +27,7 @@ from proxy.api_servers.settings import (
     loads_path,
     read_api_server_settings,
 )
+from proxy.supervision import ProxyStartError, unless_stopped
 
 log = logging.getLogger("twinpool.api_server")
 
@@ -79,7 +79,7 @@ class ApiServerProcess:
         if server is None:
             return
         try:
-            welcome = await unless_stopped(link.welcome(self._settings.config.start_timeout_s), self._stop)
+            welcome = await unless_stopped(link.welcome(self._settings.config.start_timeout_s), self._stop, link.tasks)
             if welcome is not None:
                 await self._serve_through(link, server, welcome)
         finally:

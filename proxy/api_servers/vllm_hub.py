@@ -26,7 +26,7 @@ from proxy.api_servers import messages
 from proxy.api_servers.accept_loads import NOT_ACCEPTING
 from proxy.api_servers.control import ControlDesk, error_reply
 from proxy.api_servers.vllm_remote_front_end import BadRequest, RemoteFrontEnd, RequestDecoder
-from proxy.dispatch import Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.peer_socket import PeerSocket

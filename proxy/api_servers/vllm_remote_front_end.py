@@ -37,7 +37,7 @@ class RequestDecoder:
 
 @dataclass(eq=False, slots=True)
 class RemoteFrontEnd:
-    """One life of one process; a `proxy.flights.front_end.FrontEnd`."""
+    """One life of one process; a `proxy.trips.front_end.FrontEnd`."""
 
     name: str
     pid: int

@@ -1,1 +1,1 @@
-"""The requests on their way: the state machine of each, its siblings, its ids and its lifetime."""
+"""The state machine of one request: what can happen to it, and what must be done then. Pure."""

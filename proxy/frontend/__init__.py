@@ -1,1 +1,1 @@
-"""vLLM's API server around the cluster."""
+"""vLLM's API server on the cluster: its options, its engine client, our routes."""

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cluster.status import ApiServerStatus, BlockCounts, ClassStatus, ClusterStatus, LaunchNote, WorkerStatus
-from proxy.dispatch import Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.workers.administration import Administration
-from proxy.workers.roster import Worker
+from proxy.workers.roster import Worker, role_named_in
 from proxy.workers.worker_pool import WorkerPool
 
 NOTHING_TO_SAY = LaunchNote(False, "", 0)
@@ -65,7 +65,7 @@ def _missing(worker_id: str, causes: Mapping[str, str], note: LaunchNote) -> Wor
     """A worker that has never said hello."""
     return WorkerStatus(
         worker_id=worker_id,
-        role=worker_id.rpartition("-")[0],
+        role=role_named_in(worker_id),
         state="dead" if worker_id in causes and not note.starting else "starting",
         cause=causes.get(worker_id, ""),
         note=note.text,

@@ -20,8 +20,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from cluster.config import ClusterConfig
 from cluster.embedded_model import EMBEDDED_MODEL_NAME
 
-STATUS_LINE = "proxy.frontend.status_line.StatusLine"
-TRANSFER_PARAMS_GUARD = "proxy.frontend.transfer_params_guard.TransferParamsGuard"
+STATUS_LINE = "proxy.middleware.status_line.StatusLine"
+TRANSFER_PARAMS_GUARD = "proxy.middleware.transfer_params_guard.TransferParamsGuard"
 
 # Ours are quiet by default; `server.options` may say otherwise.
 QUIET = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}

@@ -24,11 +24,11 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from proxy.adapters.adapter import Adapter
 from proxy.adapters.vllm_adapters import adapter_of, settle, show, unload_through
-from proxy.dispatch import Dispatcher
-from proxy.dispatch_settings import DispatchSettings
-from proxy.frontend.request_context import CURRENT, PriorityOutOfRange, RequestContext, current_standing
+from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.settings import DispatchSettings
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
+from proxy.middleware.request_context import CURRENT, PriorityOutOfRange, RequestContext, current_standing
 from proxy.scheduling.view import RequestShape
 from proxy.workers.engine_calls import UtilityError
 from proxy.workers.worker_pool import WorkerPool

@@ -13,9 +13,9 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from proxy.api_server import ProxyStartError
-from proxy.frontend.request_context import CURRENT, RequestContext
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import PROBE, Standing
+from proxy.supervision import ProxyStartError
 
 log = logging.getLogger("twinpool.proxy")
 

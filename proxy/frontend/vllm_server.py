@@ -1,7 +1,8 @@
 """vLLM's API server around the cluster: configuration, `AsyncLLM`, application, HTTP.
 
-Relies on vLLM 0.32: see `api_server`, `vllm_core_client` and `vllm_arguments`; `init_app_state` and `NoSignalServer`
-from `vllm.entrypoints.launchers`, whose `peer_loads` leave a connection to the process that has fewest;
+Relies on vLLM 0.32: see `vllm_core_client` and `vllm_arguments`; `AsyncLLM.from_vllm_config`; from
+`vllm.entrypoints.launchers` `build_app`, `init_app_state` and `NoSignalServer` (signals belong to whoever runs us),
+whose `peer_loads` leave a connection to the process that has fewest;
 `app.state.openai_serving_models`; `AsyncEngineArgs._api_process_count` and `_api_process_rank`; a FastAPI application
 whose middlewares can still be changed; `AuthenticationMiddleware.verify_token`, and that its keys are `args.api_key`
 or else `VLLM_API_KEY`.
@@ -10,17 +11,15 @@ or else `VLLM_API_KEY`.
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import Response
 from huggingface_hub import snapshot_download
+from starlette.types import ASGIApp
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -36,26 +35,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
 from proxy.adapters.vllm_adapters import drop_unguarded_routes
-from proxy.api_server import ProxyStartError, first_failure
-from proxy.api_servers.vllm_hub import ApiServerHub
-from proxy.dispatch_settings import DispatchSettings
 from proxy.frontend.front_end_metrics import FrontEndMetrics
-from proxy.frontend.key_guard import ask_for_key
-from proxy.frontend.order_routes import add_order_routes
-from proxy.frontend.request_standing import find_standings
-from proxy.frontend.status_line import App
-from proxy.frontend.status_report import report
 from proxy.frontend.vllm_arguments import ServerOptionError, server_arguments
-from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient, in_place_of_engine
-from proxy.frontend.vllm_self_test import SELF_TEST_TOKENS, generate_two, self_test
+from proxy.frontend.vllm_core_client import FrontEndClient, in_place_of_engine
 from proxy.frontend.vllm_unknown_route import name_the_routes
-from proxy.health.cluster_health import ClusterHealth
-from proxy.health.probes import probe_routes
-from proxy.metrics import ProxyMetrics
+from proxy.middleware.key_guard import ask_for_key
+from proxy.middleware.request_standing import find_standings
 from proxy.slo.rules import SloRules
-from proxy.workers.administration import Administration
-from proxy.workers.steering import Steering, scaling_rules
-from proxy.workers.worker_pool import WorkerPool
+from proxy.supervision import ProxyStartError, first_failure
 
 log = logging.getLogger("twinpool.proxy")
 
@@ -85,7 +72,7 @@ class _HttpServer(NoSignalServer):  # type: ignore[misc]  # vLLM is not typed fo
 
 
 class VllmServer:
-    """Made before the workers are up; serves, on a bound socket, when they are."""
+    """Of one process. Made before the workers are up; serves, on a bound socket, when they are."""
 
     def __init__(
         self, config: ClusterConfig, model_path: str, listening: socket.socket, seat: ApiServerSeat | None = None
@@ -96,7 +83,6 @@ class VllmServer:
         """
         self._socket = listening
         self._seat = seat
-        self._start_timeout_s = config.start_timeout_s
         try:
             self._configure(config, model_path)
         except ProxyStartError:
@@ -115,8 +101,7 @@ class VllmServer:
             self._args, self._engine_args = server_arguments(config, model_path)
         except ServerOptionError as error:
             raise ProxyStartError(str(error)) from error
-        self._slo, self._liveness = SloRules(config.slo), config.liveness
-        self._scaling = partial(scaling_rules, config) if config.autoscale.enabled else None
+        self._slo = SloRules(config.slo)
         if self._seat is not None:
             if self._seat.index:
                 # It is told the adapters; these may have been removed since the cluster was started.
@@ -159,88 +144,6 @@ class VllmServer:
         """Whether engines send with an output which experts computed the request."""
         return bool(getattr(self.config.model_config, "enable_return_routed_experts", False))
 
-    async def serve(
-        self,
-        pool: WorkerPool,
-        administration: Administration,
-        settings: DispatchSettings,
-        metrics: ProxyMetrics,
-        supervised: Sequence["asyncio.Task[Any]"],
-        on_ready: Callable[[str], Awaitable[None]],
-        stop: asyncio.Event,
-        hub: ApiServerHub | None = None,
-    ) -> None:
-        """The server beside the dispatcher, until `stop`; `hub` connects the further API server processes.
-
-        Raises `RuntimeError` when one of `supervised` or the server itself ends before `stop`, `ProxyStartError` when
-        it cannot start.
-        """
-        facts = engine_facts(pool)
-        self.adopt(facts)
-        client = ClusterClient(pool, settings, metrics, len(pool.roster.expected), self.returns_routed_experts)
-        # Long enough to go through both pools.
-        num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
-        serving, steers = asyncio.Event(), list[asyncio.Task[None]]()
-        resizing = administration.resizing
-        if self._scaling is not None and resizing is not None:
-            rules = self._scaling(resizing.control.devices)
-            steering = Steering(client.dispatcher, administration, resizing, rules, metrics)
-            administration.steering = steering
-            steers.append(asyncio.create_task(steering.run(serving), name="autoscaler"))
-            supervised = (*supervised, *steers)
-        health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
-        if hub is not None:
-            hub.open(client.dispatcher, pool, facts, len(pool.roster.expected), stop)
-
-        def dress(app: FastAPI) -> FastAPI:
-            self._add_routes(app, client, pool, administration, hub)
-            app.router.routes[:0] = probe_routes(health.faults, health.readiness(partial(self._probe, num_tokens)))
-            if hub is not None:
-                hub.answer_with(app)
-            return app
-
-        async def start_up(llm: AsyncLLM) -> None:
-            await self_test(llm, num_tokens)
-            if hub is not None:
-                missing = await hub.until_ready(self._start_timeout_s)
-                if missing:
-                    raise ProxyStartError(
-                        f"{', '.join(missing)} did not come up within start_timeout_s; see their logs"
-                    )
-            log.info("serving url=%s", self.url)
-            await on_ready(self.url)
-            serving.set()
-
-        try:
-            await self.run(client, dress, start_up, supervised, stop)
-        finally:
-            for task in steers:
-                task.cancel()
-
-    def _add_routes(
-        self,
-        app: FastAPI,
-        client: ClusterClient,
-        pool: WorkerPool,
-        administration: Administration,
-        hub: ApiServerHub | None,
-    ) -> None:
-        """The cluster's own routes. Further API server processes pass requests for them on to this one."""
-        model = (self._args.served_model_name or [self._args.model])[0]
-
-        @app.get("/twinpool/status")
-        async def status() -> Response:
-            others = hub.statuses(administration.notes()) if hub is not None else []
-            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
-            return Response(body, media_type="application/json")
-
-        add_order_routes(app, administration, client.dispatcher.close)
-
-    async def _probe(self, num_tokens: int) -> None:
-        """One generation for `/ready`."""
-        if self._llm is None or await generate_two(self._llm, num_tokens) != 2:
-            raise RuntimeError("it did not give the two tokens asked for")
-
     def adopt(self, facts: EngineFacts) -> None:
         """What the engines settled on replaces what this process guessed."""
         self.config.model_config.max_model_len = facts.max_model_len
@@ -250,7 +153,7 @@ class VllmServer:
     async def run(
         self,
         client: FrontEndClient,
-        dress: Callable[[FastAPI], App],
+        dress: Callable[[FastAPI], ASGIApp],
         start_up: Callable[[AsyncLLM], Coroutine[Any, Any, None]],
         supervised: Sequence["asyncio.Task[Any]"],
         stop: asyncio.Event,
@@ -275,13 +178,13 @@ class VllmServer:
                 disable_log_stats=self._engine_args.disable_log_stats,
             )
         client.bind(llm.output_processor)
-        http, app = await self._http_server(llm, client, dress)
+        http = await self._http_server(llm, client, dress)
         serving = asyncio.create_task(http.serve(sockets=[self._socket]), name="http-server")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         handler = llm.output_handler
         watched = [*supervised, serving, *([handler] if handler is not None else [])]
         try:
-            await self._start_up(http, start_up(llm), serving, stopping)
+            await _start_up(http, start_up(llm), [*watched, stopping])
             await asyncio.wait([*watched, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 cause = first_failure(watched)
@@ -292,33 +195,10 @@ class VllmServer:
             client.end_all(503, "The server is shutting down")
             stopping.cancel()
             await _end_http(http, serving)
-            del app
-
-    async def _start_up(
-        self,
-        http: _HttpServer,
-        work: Coroutine[Any, Any, None],
-        serving: "asyncio.Task[None]",
-        stopping: "asyncio.Task[Any]",
-    ) -> None:
-        async def when_up() -> None:
-            try:
-                await http.is_up.wait()
-            except asyncio.CancelledError:
-                work.close()
-                raise
-            await work
-
-        starting = asyncio.create_task(when_up(), name="start-up")
-        await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            return
-        starting.result()
 
     async def _http_server(
-        self, llm: AsyncLLM, client: FrontEndClient, dress: Callable[[FastAPI], App]
-    ) -> tuple[_HttpServer, FastAPI]:
+        self, llm: AsyncLLM, client: FrontEndClient, dress: Callable[[FastAPI], ASGIApp]
+    ) -> _HttpServer:
         args = self._args
         tasks = await llm.get_supported_tasks()
         app: FastAPI = build_app(args, tasks, llm.model_config)
@@ -354,7 +234,7 @@ class VllmServer:
         config.load()
         server = _HttpServer(config, self._seat)
         app.state.server = server
-        return server, app
+        return server
 
     def close(self) -> None:
         """Gives back the port and vLLM's threads."""
@@ -379,15 +259,23 @@ def _names_of(model_path: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def engine_facts(pool: WorkerPool) -> EngineFacts:
-    """What all engines together can do, as one: the shortest context, the sum of blocks."""
-    engines = [worker.hello.engine for worker in pool.roster.alive()]
-    return msgspec.structs.replace(
-        pool.roster.alive("decode")[0].hello.engine,
-        max_model_len=min(engine.max_model_len for engine in engines),
-        num_blocks=sum(engine.num_blocks for engine in engines),
-        supported_tasks=list(pool.supported_tasks()),
-    )
+async def _start_up(http: _HttpServer, work: Coroutine[Any, Any, None], ends: Sequence["asyncio.Task[Any]"]) -> None:
+    """Carries out `work` when HTTP is up, unless one of `ends` ends first. Raises what `work` raises."""
+
+    async def when_up() -> None:
+        try:
+            await http.is_up.wait()
+        except asyncio.CancelledError:
+            work.close()
+            raise
+        await work
+
+    starting = asyncio.create_task(when_up(), name="start-up")
+    await asyncio.wait((starting, *ends), return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+    else:
+        starting.cancel()
 
 
 async def _end_http(http: uvicorn.Server, serving: "asyncio.Task[None]") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cluster.config import LivenessConfig
-from proxy.dispatch import Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.health.readiness import Readiness
 from proxy.health.verdict import cluster_faults
 from proxy.scheduling.view import Role
@@ -43,16 +43,11 @@ class ClusterHealth:
         """Of new requests; `probe` sends one through the cluster."""
         return Readiness(self._liveness.ready_within_s, self._last_at_s, probe, self._obstacle)
 
-    @property
-    def _needs_prefill(self) -> bool:
-        """A cluster that shall have no prefill workers needs none to be ready."""
-        return any(worker_id.startswith("prefill-") for worker_id in self._roster.expected)
-
     def _last_at_s(self) -> float | None:
         witness = self._dispatcher.witness
-        return witness.handed_over_at_s if self._needs_prefill else witness.answered_at_s
+        return witness.handed_over_at_s if self._roster.expects_prefill else witness.answered_at_s
 
     def _obstacle(self) -> str:
-        roles: tuple[Role, ...] = ("prefill", "decode") if self._needs_prefill else ("decode",)
+        roles: tuple[Role, ...] = ("prefill", "decode") if self._roster.expects_prefill else ("decode",)
         missing = [role for role in roles if not self._roster.taking_requests(role)]
         return f"no {' and no '.join(missing)} worker takes requests" if missing else ""

@@ -14,10 +14,10 @@ from http import HTTPStatus
 
 import aiohttp
 from multidict import CIMultiDict
+from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import Message, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
 
 log = logging.getLogger("twinpool.models")
 

@@ -15,9 +15,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import RETRY_AFTER_LIMIT_S, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.status_line import RETRY_AFTER_LIMIT_S
 from proxy.models.administration import Administration
 from proxy.models.answers import Refused
 from proxy.models.forwarding import (
@@ -71,9 +72,16 @@ class Front:
     """An ASGI application."""
 
     def __init__(
-        self, keeper: Keeper, keys: ApiKeys, admin_keys: ApiKeys, metrics: FrontMetrics, max_body_bytes: int
+        self,
+        keeper: Keeper,
+        keys: ApiKeys,
+        admin_keys: ApiKeys,
+        metrics: FrontMetrics,
+        max_body_bytes: int,
+        administration: Administration | None = None,
     ) -> None:
-        """`admin_keys` are for orders (`is_order`), `keys` for everything else."""
+        """`admin_keys` are for orders (`is_order`), `keys` for everything else. Without `administration`, one that
+        remembers nothing."""
         self._keeper = keeper
         self._keys = keys
         self._admin_keys = admin_keys
@@ -88,7 +96,7 @@ class Front:
         self._own.add_route("/metrics", self._show_metrics, ["GET"])
         self._own.add_route("/v1/models", self._models, ["GET"])
         self._own.add_route("/v1/models/{name:path}", self._model, ["GET"])
-        Administration(keeper).add_to(self._own)
+        (administration or Administration(keeper)).add_to(self._own)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

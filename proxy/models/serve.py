@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,16 +17,18 @@ from starlette.types import ASGIApp
 
 from cluster.config import ServerConfig
 from cluster.launch.local import LaunchError, keep_logs_only, make_runtime_dir, remove_runtime_dir
-from cluster.models.config import FrontConfig
-from cluster.models.models_file import Models, check_access, check_models
+from cluster.models.added_models import AddedModels, read_added
+from cluster.models.config import FrontConfig, ModelConfig
+from cluster.models.models_file import Models, check_access, check_models, read_model
 from cluster.preflight.machine import detect_machine
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.security_checks import API_KEY_VARIABLE
 from cluster.terminal.interruption import Interruption
 from proxy.listening import ListenError, listening_socket
+from proxy.models.administration import Administration
 from proxy.models.children import Children
 from proxy.models.front import ApiKeys, Front
-from proxy.models.keeper import Keeper
+from proxy.models.keeper import Keeper, ModelsRefused
 from proxy.models.metrics import FrontMetrics
 
 EXIT_CONFIG = 2
@@ -70,6 +72,7 @@ class _FrontRun:
     def __init__(self, models: Models, console: Console, verbose: bool) -> None:
         self._config = models.config
         self._specs = models.specs
+        self._added_path = models.added_models
         self._console = console
         self._verbose = verbose
 
@@ -79,6 +82,7 @@ class _FrontRun:
             machine = detect_machine()
             check_access(self._config.server, machine.environ)
             check_models(self._specs, machine)
+            added = read_added(self._added_path) if self._added_path is not None else {}
             listening = listening_socket(ServerConfig(host=self._config.server.host, port=self._config.server.port))
             runtime_dir = make_runtime_dir()
         except ConfigError as error:
@@ -96,12 +100,17 @@ class _FrontRun:
         children.launcher.guard.removes(runtime_dir)
         interruption = Interruption(self._stop, children.launcher.stop_now, _STOP_S)
         api, admin = _keys(self._config.server)
-        front = Front(keeper, ApiKeys(api), ApiKeys(admin), metrics, self._config.server.max_body_bytes)
+        remembered = AddedModels(self._added_path, added) if self._added_path is not None else None
+        administration = Administration(keeper, frozenset(self._config.models), remembered)
+        limit = self._config.server.max_body_bytes
+        front = Front(keeper, ApiKeys(api), ApiKeys(admin), metrics, limit, administration)
         http = QuietServer(http_config(front, self._config.server))
         serving = asyncio.create_task(http.serve(sockets=[listening]), name="http-server")
         code = 0
         try:
             keeper.attach(children, self._specs)
+            if remembered is not None:
+                await put_back(keeper, remembered, added, self._config.models, self._say)
             await self._serve(http, serving)
             interruption.noticed()
             if not self._stop.is_set():
@@ -156,6 +165,26 @@ class _FrontRun:
         else:
             keep_logs_only(runtime_dir)
             self._console.print(f"twinpool: the logs are in {runtime_dir}", markup=False, soft_wrap=True)
+
+
+async def put_back(
+    keeper: Keeper,
+    remembered: AddedModels,
+    added: Mapping[str, ModelConfig],
+    configured: Collection[str],
+    say: Callable[[str], None],
+) -> None:
+    """Puts models that were added once on the map again. One that cannot be there any more is told of and left out."""
+    for name, model in added.items():
+        if name in configured:
+            say(f"{name} was added once and stands in the configuration now, which counts")
+            with contextlib.suppress(OSError):  # then it is said again at the next start
+                await remembered.drop(name)
+            continue
+        try:
+            keeper.add(read_model(name, model, Path()))
+        except (ConfigError, ModelsRefused) as error:
+            say(f"{name}, which was added once, is left out: {error}")
 
 
 def _keys(server: FrontConfig) -> tuple[list[str], list[str]]:

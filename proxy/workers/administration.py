@@ -15,7 +15,7 @@ from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, Rollin
 from cluster.status import AutoscaleStatus, LaunchNote
 from proxy.workers.resizing import Resizing
 from proxy.workers.rolling_restart import RollingRestart, RollingTimes, WorkerControl
-from proxy.workers.roster import Roster, Worker
+from proxy.workers.roster import Roster, Worker, role_named_in
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
@@ -209,7 +209,7 @@ def spare_last_decoder(roster: Roster, worker: Worker) -> None:
 
 def _role(roster: Roster, worker_id: str) -> str:
     worker = roster.workers.get(worker_id)
-    return worker.role if worker is not None else worker_id.rpartition("-")[0]
+    return worker.role if worker is not None else role_named_in(worker_id)
 
 
 def _by_kind_and_number(worker_id: str) -> tuple[bool, str, int, str]:

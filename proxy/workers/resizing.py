@@ -12,7 +12,7 @@ from cluster.messages import LEAVE
 from cluster.orders import Accepted
 from cluster.status import LaunchNote
 from proxy.workers.rolling_restart import LOOK_AGAIN_S, RollingTimes, WorkerControl
-from proxy.workers.roster import ENDS, Roster, Worker
+from proxy.workers.roster import ENDS, Roster, Worker, role_named_in
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
@@ -75,7 +75,7 @@ def members(roster: Roster, notes: Mapping[str, LaunchNote], role: Role, leaving
 
 def _pool_of(worker_id: str, worker: Worker | None) -> str:
     if worker is None:
-        return worker_id.rpartition("-")[0]
+        return role_named_in(worker_id)
     return worker.drains_to if worker.alive and worker.drains_to not in ("", LEAVE) else worker.role
 
 

@@ -18,6 +18,11 @@ ENDS: tuple[LossKind, ...] = ("exited", "left", "drained", "restarted")
 """Of a life; the others may be heard again."""
 
 
+def role_named_in(worker_id: str) -> str:
+    """The role that a worker was started for, which is all that is known of it before it says hello."""
+    return worker_id.rpartition("-")[0]
+
+
 @dataclass(slots=True)
 class Worker:
     """A worker that said hello."""
@@ -303,6 +308,11 @@ class Roster:
     def max_model_len(self) -> int:
         """Tokens that every living worker accepts; unlimited if there is none."""
         return min((w.hello.engine.max_model_len for w in self.alive()), default=1 << 62)
+
+    @property
+    def expects_prefill(self) -> bool:
+        """Whether the cluster shall have prefill workers; one without is complete with a decode worker."""
+        return any(role_named_in(worker_id) == "prefill" for worker_id in self.expected)
 
     def facts(self) -> list[WorkerFacts]:
         """Of the workers that take requests, in the order of their indices."""

@@ -50,7 +50,7 @@ def scaling_rules(config: ClusterConfig, devices: int | None) -> ScalingRules:
 
 
 class Observed(Protocol):
-    """What is looked at (`proxy.dispatch.Dispatcher`)."""
+    """What is looked at (`proxy.dispatch.dispatcher.Dispatcher`)."""
 
     @property
     def meter(self) -> Meter: ...

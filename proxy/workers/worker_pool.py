@@ -23,7 +23,7 @@ log = logging.getLogger("twinpool.proxy")
 
 
 class PoolListener(Protocol):
-    """Who hears what workers say about requests (`dispatch.Dispatcher`)."""
+    """Who hears what workers say about requests (`dispatch.dispatcher.Dispatcher`)."""
 
     def on_outputs(self, worker: Worker, frames: Sequence[zmq.Frame]) -> None: ...
     def on_prefill_started(self, worker: Worker, transfer_id: str) -> None: ...

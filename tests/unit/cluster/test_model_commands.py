@@ -137,3 +137,13 @@ def test_config_check_shows_the_workers_of_every_model(tmp_path: Path) -> None:
     assert "a (pinned, cost 1)" in output
     assert "b (pinned, cost 3)" in output
     assert output.count("decode-0") == 2
+
+
+def test_who_adds_or_removes_is_told_what_the_next_start_brings(script: Script) -> None:
+    script.reply = (201, status("down", policy="on_demand", kept=False))
+    code, output = run(script, "model", "add", "a", "--policy", "on_demand")
+    assert (code, "a is forgotten when the server ends; see added_models" in output) == (0, True)
+    script.reply = (202, ModelRemoval("a", 5.0, returns=True))
+    script.lists = [ModelList([])]
+    code, output = run(script, "model", "remove", "a")
+    assert (code, output.endswith("comes back with the next start a is removed")) == (0, True)

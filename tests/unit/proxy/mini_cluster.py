@@ -19,7 +19,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from cluster.config import LivenessConfig
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.settings import DispatchSettings
 from proxy.flights.flight import Flight
 from proxy.frontend.vllm_core_client import ClusterClient, FrontEndClient
 from proxy.metrics import ProxyMetrics
@@ -170,7 +170,7 @@ class MiniCluster(MiniFrontEnd):
         assert self.client.dispatcher.trips == {}
         assert len(self.client.dispatcher.legs) == 0
         assert len(self.client.dispatcher.siblings) == 0
-        scheduler = self.client.dispatcher._placing._scheduler
+        scheduler = self.client.dispatcher.scheduler
         assert scheduler.num_waiting == 0
         assert scheduler.books.held == {}
         for decode in scheduler.books.pools.decode.values():

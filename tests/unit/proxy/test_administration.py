@@ -13,9 +13,9 @@ from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX, Authe
 
 from cluster.orders import DrainOrder, RestartOrder, RoleOrder
 from cluster.status import LaunchNote, WorkerStatus
-from proxy.frontend.key_guard import ask_for_key
 from proxy.frontend.order_routes import add_order_routes
 from proxy.frontend.status_report import report
+from proxy.middleware.key_guard import ask_for_key
 from proxy.workers.administration import Administration, OrderRefused
 from proxy.workers.rolling_restart import RollingTimes
 from tests.unit.proxy.fake_worker import generate

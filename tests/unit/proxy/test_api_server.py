@@ -24,10 +24,12 @@ from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddlew
 from cluster.config import ClusterConfig, LivenessConfig
 from cluster.configuration.slo import SloConfig
 from cluster.status import ClusterStatus
-from proxy.api_server import ProxyStartError, expected_workers, run_api_server, wait_for_workers
-from proxy.frontend.request_standing import find_standings
+from proxy.api_server import run_api_server
 from proxy.metrics import ProxyMetrics
+from proxy.middleware.request_standing import find_standings
 from proxy.slo.rules import SloRules
+from proxy.supervision import ProxyStartError
+from proxy.workers.arrival import expected_workers, wait_for_workers
 from proxy.workers.roster import Roster
 from proxy.workers.worker_pool import WorkerPool
 from tests.unit.proxy.fake_worker import Exchange, FakeWorker, generate

@@ -30,7 +30,8 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, IllegalTransition, Stage, advance, passes_on
+from proxy.flights.flight import Flight, IllegalTransition, Stage
+from proxy.flights.transitions import advance, passes_on
 from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote
 
 LOST = Cause("silent", "it was lost")

@@ -35,7 +35,8 @@ from proxy.flights.events import (
     PrefillStarted,
     WorkerLost,
 )
-from proxy.flights.flight import Flight, Stage, Step, advance, passes_on
+from proxy.flights.flight import Flight, Stage, Step
+from proxy.flights.transitions import advance, passes_on
 from proxy.scheduling.place import Local, PrefillOnly, Reject, Remote, Wait
 
 LOST = Cause("silent", "it was lost")

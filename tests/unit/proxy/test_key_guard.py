@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from cluster.terminal.demo import _trusting
-from proxy.frontend.key_guard import ask_for_key
+from proxy.middleware.key_guard import ask_for_key
 
 PATHS = ("/twinpool/status", "/metrics", "/v1/models", "/tokenize", "/docs", "/openapi.json", "/version", "/nothing")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.flights.lifetime import FirstTokenParts, Lifetime, SecondTokenParts
+from proxy.trips.lifetime import FirstTokenParts, Lifetime, SecondTokenParts
 
 
 def lifetime(*events: tuple[str, float], first_from: Any = "prefill") -> Lifetime:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cluster.configuration.security import RateLimitsConfig
-from proxy.frontend.request_context import CURRENT, RequestContext
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import PROBE, Standing
 from tests.unit.proxy.fake_worker import generate
 from tests.unit.proxy.mini_cluster import PROMPT, failure, mini_cluster, read, until

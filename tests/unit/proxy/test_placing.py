@@ -90,7 +90,7 @@ async def test_a_prefill_worker_that_gave_up_is_free_while_the_decode_worker_goe
         (leg,) = prefill.submitted
         await prefill.outputs(EngineCoreOutput(leg.request_id, [], finish_reason=FinishReason.ABORT))
         await until(lambda: cluster.flight.stage is Stage.HANDING_OVER)
-        books = cluster.client.dispatcher._placing._scheduler.books
+        books = cluster.client.dispatcher.scheduler.books
         assert books.pools.prefill["prefill-0"].jobs == {}
         transfer = decode.submitted[0].sampling_params.extra_args["kv_transfer_params"]
         cluster.exchange.event(transfer["transfer_id"]).set()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
+from starlette.types import Message
 
 from cluster.configuration.slo import SloConfig
-from proxy.frontend.request_context import PriorityOutOfRange, current_standing
-from proxy.frontend.request_standing import RequestStanding, model_of, said_by_headers
-from proxy.frontend.status_line import Message, StatusLine
+from proxy.middleware.request_context import PriorityOutOfRange, current_standing
+from proxy.middleware.request_standing import RequestStanding, model_of, said_by_headers
+from proxy.middleware.status_line import StatusLine
 from proxy.scheduling.slo import Standing
 from proxy.slo.rules import SloRules
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
-from proxy.api_server import ProxyStartError
 from proxy.frontend import vllm_self_test
-from proxy.frontend.request_context import current_standing
 from proxy.frontend.vllm_self_test import self_test
+from proxy.middleware.request_context import current_standing
+from proxy.supervision import ProxyStartError
 
 
 class Engine:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from vllm.exceptions import GracefulHTTPError
 
-from proxy.frontend.request_context import CURRENT, RequestContext
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import PROBE, SloClass, Standing
 from tests.unit.proxy.mini_cluster import MiniCluster, mini_cluster, read, until
 
@@ -62,7 +62,7 @@ async def test_a_stop_string_is_an_answer_and_a_client_that_leaves_is_not(tmp_pa
         cluster.front_end.process_outputs = find_stop
         await cluster.add(stopped)
         await until(lambda: counted(cluster) == {"attained": 1, "aborted": 1})
-        assert len(cluster.client.dispatcher._placing._scheduler.books.lengths._recent) == 1, "how long answers get"
+        assert len(cluster.client.dispatcher.scheduler.books.lengths._recent) == 1, "how long answers get"
         cluster.assert_idle()
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from proxy.frontend.request_context import CURRENT
-from proxy.frontend.status_line import Message, StatusLine
+from proxy.middleware.request_context import CURRENT
+from proxy.middleware.status_line import StatusLine
 
 ERROR = b'data: {"error": {"message": "Worker decode-0 left", "type": "Service Unavailable", "code": 503}}\n\n'
 

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from proxy.frontend.status_line import Message
-from proxy.frontend.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
+from proxy.middleware.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
 
 PARAMS = {"mode": "import"}
 

@@ -17,8 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from proxy.frontend.request_context import CURRENT, RequestContext
 from proxy.frontend.vllm_core_client import ClusterClient, in_place_of_engine
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import SloClass, Standing
 from tests.unit.proxy.fake_worker import EOS
 from tests.unit.proxy.mini_cluster import mini_cluster, read, until

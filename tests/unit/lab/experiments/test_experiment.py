@@ -13,7 +13,7 @@ from lab.experiments.experiment import (
     load_experiment,
     shipped_names,
 )
-from proxy.dispatch_settings import dispatch_settings
+from proxy.dispatch.settings import dispatch_settings
 
 TWO_CORES = Machine(cores=(0, 1))
 

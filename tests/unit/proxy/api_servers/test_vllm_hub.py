@@ -28,9 +28,9 @@ from proxy.api_servers.control import ControlForward
 from proxy.api_servers.link import DispatcherLink, DispatcherLost
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.api_servers.vllm_remote_client import RemoteClient
-from proxy.frontend.request_context import CURRENT, RequestContext
-from proxy.frontend.vllm_server import engine_facts
+from proxy.frontend.vllm_first_server import engine_facts
 from proxy.metrics import ProxyMetrics
+from proxy.middleware.request_context import CURRENT, RequestContext
 from proxy.scheduling.slo import DEFAULT_STANDING, SloClass, Standing
 from tests.unit.proxy.fake_worker import generate
 from tests.unit.proxy.mini_cluster import PROMPT, MiniCluster, MiniFrontEnd, mini_cluster, read, until

@@ -12,9 +12,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from cluster.models.added_models import AddedModels
 from cluster.models.config import ModelsConfig
 from cluster.models.models_file import ModelSpec, read_model
 from cluster.preflight.config_file import validated
+from proxy.models.administration import Administration
 from proxy.models.children import Child
 from proxy.models.front import ApiKeys, Front
 from proxy.models.keeper import Keeper
@@ -137,6 +139,7 @@ async def front(
     keys: tuple[str, ...] = (),
     admin_keys: tuple[str, ...] = (),
     max_body_bytes: int = 1 << 20,
+    remembered: AddedModels | None = None,
     **tree: Any,
 ) -> AsyncIterator[Running]:
     """`tree` is the configuration: models and what else there is."""
@@ -145,7 +148,9 @@ async def front(
     metrics = FrontMetrics()
     keeper = Keeper(config, metrics, lambda _text: None)
     models = FakeModels(directory, handler, keeper, set(held))
-    app = Front(keeper, ApiKeys([*keys, *admin_keys]), ApiKeys(admin_keys or keys), metrics, max_body_bytes)
+    administration = Administration(keeper, frozenset(config.models), remembered)
+    api, admin = ApiKeys([*keys, *admin_keys]), ApiKeys(admin_keys or keys)
+    app = Front(keeper, api, admin, metrics, max_body_bytes, administration)
     http = http_config(app, config.server)
     server = QuietServer(http)
     server.lifespan = http.lifespan_class(http)

@@ -3,15 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxy.dispatch_settings import DispatchSettings
 from proxy.flights.events import LegKind
 from proxy.flights.flight import Flight
-from proxy.flights.front_end import FrontEnd
-from proxy.flights.lifetime import Lifetime
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
 from proxy.slo.party import Party
 from proxy.slo.rate_limits import NOTHING, Reservation
+from proxy.trips.front_end import FrontEnd
+from proxy.trips.lifetime import Lifetime
 
 
 @dataclass(slots=True)
@@ -70,18 +69,3 @@ class Trip:
     def label(self) -> str:
         """The id the client knows it by: for logs and reports, never a key."""
         return getattr(self.request, "external_req_id", None) or self.request_id
-
-
-def new_flight(request: Any, shape: RequestShape, settings: DispatchSettings, max_model_len: int) -> Flight:
-    """`request`: vLLM's `EngineCoreRequest`; `max_model_len`: of every worker that it may run on."""
-    return Flight(
-        num_prompt_tokens=shape.num_prompt_tokens,
-        max_tokens=shape.max_tokens,
-        max_model_len=max_model_len,
-        first_token_mode=shape.first_token_mode,
-        wants_prompt_scores=shape.wants_prompt_scores,
-        reserve_at_start=settings.reserve_at_start,
-        open_ended=bool(request.resumable),
-        streamed=bool(request.resumable),
-        max_losses=settings.max_losses,
-    )

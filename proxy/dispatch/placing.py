@@ -10,10 +10,10 @@ from typing import Any
 
 from cluster.messages import WorkerLoad
 from proxy.adapters.holdings import Holdings
-from proxy.flights.trip import Trip
 from proxy.scheduling.place import Decision, Policy
 from proxy.scheduling.scheduler import Scheduler
 from proxy.scheduling.view import CachedPrefixes
+from proxy.trips.trip import Trip
 from proxy.workers.roster import Roster
 
 Decide = Callable[[Decision], Any]

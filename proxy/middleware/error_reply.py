@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from proxy.frontend.status_line import Scope, Send
+from starlette.types import Scope, Send
 
 
 async def send_error(

@@ -7,14 +7,14 @@ from typing import Any
 
 from cluster.messages import HandoverClosed
 from proxy.flights.events import Cause, LegKind
-from proxy.flights.lifetime import Lifetime, LifetimeEvent
-from proxy.flights.recent_handovers import RecentHandovers
-from proxy.flights.trip import Trip
 from proxy.metrics import ProxyMetrics
 from proxy.scaling.meter import Meter
 from proxy.scheduling.slo import PROBE
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Account
+from proxy.trips.lifetime import Lifetime, LifetimeEvent
+from proxy.trips.recent_handovers import RecentHandovers
+from proxy.trips.trip import Trip
 
 log = logging.getLogger("twinpool.proxy")
 

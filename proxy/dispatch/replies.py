@@ -2,9 +2,8 @@
 
 from typing import Any
 
+from proxy.dispatch.witness import Witness
 from proxy.flights.events import LegKind
-from proxy.flights.front_end import FrontEnd
-from proxy.flights.trip import Trip
 from proxy.legs.vllm_leg_outputs import (
     add_prompt_scores,
     batch,
@@ -14,7 +13,8 @@ from proxy.legs.vllm_leg_outputs import (
     prompt_scores,
 )
 from proxy.prefixes.prefix_feed import PrefixFeed
-from proxy.slo.witness import Witness
+from proxy.trips.front_end import FrontEnd
+from proxy.trips.trip import Trip
 
 
 class Replies:
@@ -43,7 +43,7 @@ class Replies:
         return str(output.finish_reason) != "error"
 
     def pass_on(self, trip: Trip, output: Any, now_s: float) -> None:
-        """What `emit` comes to for most tokens; see `flights.flight.passes_on`."""
+        """What `emit` comes to for most tokens; see `flights.transitions.passes_on`."""
         trip.num_outputs += 1
         trip.account.output(now_s)
         if trip.sent is not None:

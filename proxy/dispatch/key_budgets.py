@@ -1,11 +1,11 @@
 """Charges requests to the budgets of their API keys (`slo.rate_limits`), and gives back what they did not use."""
 
-from proxy.dispatch_settings import DispatchSettings
+from proxy.dispatch.settings import DispatchSettings
 from proxy.flights.events import Cause
-from proxy.flights.trip import Trip
 from proxy.metrics import ProxyMetrics
 from proxy.scheduling.slo import PROBE
 from proxy.slo.rate_limits import RateLimits
+from proxy.trips.trip import Trip
 
 
 class KeyBudgets:

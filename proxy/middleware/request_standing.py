@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.request_context import CURRENT, RequestContext
-from proxy.frontend.status_line import App, Receive, Scope, Send
-from proxy.frontend.transfer_params_guard import replaying, whole_body
+from proxy.middleware.error_reply import send_error
+from proxy.middleware.request_context import CURRENT, RequestContext
+from proxy.middleware.transfer_params_guard import replaying, whole_body
 from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
 
 CLASS_HEADER = b"x-slo-class"
@@ -37,7 +37,7 @@ _BODY = msgspec.json.Decoder(_NamesModel)
 class RequestStanding:
     """A pure ASGI middleware."""
 
-    def __init__(self, app: App, rules: SloRules) -> None:
+    def __init__(self, app: ASGIApp, rules: SloRules) -> None:
         self._app = app
         self._rules = rules
 

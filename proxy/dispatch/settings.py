@@ -17,7 +17,7 @@ NO_LIMITS = RateLimitsConfig()
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """Read by `dispatch.Dispatcher`. Times in seconds."""
+    """Read by `Dispatcher`. Times in seconds."""
 
     policy: Policy
     reserve_at_start: bool

@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import App, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from proxy.middleware.error_reply import send_error
 
 FIELDS = ("kv_transfer_params", "twinpool")
 
@@ -19,7 +20,7 @@ FIELDS = ("kv_transfer_params", "twinpool")
 class TransferParamsGuard:
     """A pure ASGI middleware."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

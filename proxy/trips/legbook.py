@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from proxy.flights.events import LegKind
 from proxy.flights.flight import Stage
-from proxy.flights.trip import Trip
+from proxy.trips.trip import Trip
 
 
 @dataclass(slots=True)

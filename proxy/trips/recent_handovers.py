@@ -4,7 +4,7 @@ from collections import Counter
 
 from cluster.messages import HandoverClosed
 from cluster.status import LastRequest, LinkStatus
-from proxy.flights.trip import Trip
+from proxy.trips.trip import Trip
 
 
 class RecentHandovers:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.frontend.error_reply import send_error
-from proxy.frontend.status_line import App, Receive, Scope, Send
+from proxy.middleware.error_reply import send_error
 
 _REFUSAL = "the API key is missing or wrong"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
@@ -35,7 +35,7 @@ def ask_for_key(app: Starlette, may: Callable[[Headers], bool], on_refused: Call
 class KeyGuard:
     """A pure ASGI middleware."""
 
-    def __init__(self, app: App, may: Callable[[Headers], bool], on_refused: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, may: Callable[[Headers], bool], on_refused: Callable[[], None]) -> None:
         self._app = app
         self._may = may
         self._on_refused = on_refused

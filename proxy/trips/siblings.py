@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.flights.flight import Stage
-from proxy.flights.trip import Trip
 from proxy.slo.party import UNANSWERED, Party
+from proxy.trips.trip import Trip
 
 
 @dataclass(slots=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from cluster import messages
 from proxy.flights.events import LegKind
-from proxy.flights.legbook import Leg, Legbook
-from proxy.flights.trip import Trip
 from proxy.legs.urgency import Urgency, urgency_of
 from proxy.legs.vllm_leg_requests import Exporter, LegRequests
 from proxy.metrics import ProxyMetrics
+from proxy.trips.legbook import Leg, Legbook
+from proxy.trips.trip import Trip
 from proxy.workers.roster import Loss
 from proxy.workers.worker_pool import WorkerPool
 

@@ -10,19 +10,15 @@ becomes an error event instead of a connection that breaks off. Replies that say
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
 
-from proxy.frontend.request_context import CURRENT, RequestContext
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from proxy.middleware.request_context import CURRENT, RequestContext
 
 log = logging.getLogger("twinpool.proxy")
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _ERROR_PREFIXES = (b'data: {"error"', b"event: error\n")
 TRY_LATER = (429, 503, 504)
@@ -35,7 +31,7 @@ STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
 class StatusLine:
     """The middleware."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
