@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-unit unit-vllm unit-rest test-gpu soak check format bench clean
+.PHONY: help run test test-unit test-gpu soak check format bench clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,20 +33,35 @@ test: test-unit ## all tests: unit, then those with real engines (at most 20 min
 	@# A session of its own: the engines above have to give their memory back first.
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
-# Importing vLLM takes a process 16 s, so one runs all tests that need it, beside two for the rest.
-PROXY_WITHOUT_VLLM := $(addprefix tests/unit/proxy/,models scaling scheduling)
-UNIT_VLLM := $(filter-out $(PROXY_WITHOUT_VLLM),$(patsubst %/,%,$(sort $(dir $(wildcard tests/unit/proxy/*/test_*.py))))) \
-	$(wildcard tests/unit/proxy/test_*.py) $(addprefix tests/unit/,prefill cluster/host cluster/prefix_events \
-	cluster/simulated cluster/fleet lab/proxy_cost) $(wildcard tests/unit/*/test_vllm_*.py)
+# Parts side by side, each a process that reads only its own files. Importing vLLM takes 8 s, so one part has all tests
+# that need it: those that import it, or something that is written for it, or the fakes that are. It takes longest, and
+# goes before the others.
+UNIT_PARTS := unit-vllm unit-transfer-1 unit-transfer-2 unit-lab unit-cluster unit-rest
+UNIT_VLLM := $(shell grep -rlE --include='test_*.py' \
+	'^ *(from|import) .*(vllm|torch|fake_worker|mini_cluster)|importorskip.*torch' tests/unit | sort)
+UNIT_TRANSFER := $(wildcard tests/unit/kvtransfer/test_[a-n]*.py)
 
 test-unit: $(STAMP) ## tests without engines (at most a minute)
-	@$(MAKE) --no-print-directory --output-sync=target -j2 unit-vllm unit-rest
+	@$(MAKE) --no-print-directory --output-sync=target -j$(words $(UNIT_PARTS)) $(UNIT_PARTS)
 
-unit-vllm: $(STAMP)
+.PHONY: $(UNIT_PARTS)
+$(UNIT_PARTS): $(STAMP)
+
+unit-vllm:
 	$(BIN)/python -m pytest $(UNIT_VLLM) $(ARGS)
 
-unit-rest: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests/unit $(addprefix --ignore=,$(UNIT_VLLM)) $(ARGS)
+unit-transfer-1:
+	nice $(BIN)/python -m pytest $(filter-out $(UNIT_VLLM),$(UNIT_TRANSFER)) $(ARGS)
+
+unit-transfer-2:
+	nice $(BIN)/python -m pytest tests/unit/kvtransfer $(addprefix --ignore=,$(UNIT_VLLM) $(UNIT_TRANSFER)) $(ARGS)
+
+unit-lab unit-cluster: unit-%:
+	nice $(BIN)/python -m pytest tests/unit/$* $(addprefix --ignore=,$(UNIT_VLLM)) $(ARGS)
+
+unit-rest:
+	nice $(BIN)/python -m pytest tests/unit \
+		$(addprefix --ignore=,$(UNIT_VLLM) $(addprefix tests/unit/,kvtransfer lab cluster)) $(ARGS)
 
 test-gpu: $(STAMP) ## with ENGINE=gpu: GPU links against references, and their speed
 	$(BIN)/python -m pytest tests/gpu -s $(ARGS)

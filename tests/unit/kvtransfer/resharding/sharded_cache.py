@@ -87,26 +87,26 @@ class RankCache:
         return prompt[:, :, self.heads.first : self.heads.end]
 
     def _walk(self, prompt: Array, block_ids: list[int], to_cache: bool) -> None:
+        ours = slice(self.heads.first, self.heads.end)
         for layer in range(self.model.num_layers):
             for token in range(prompt.shape[1]):
                 block, place = block_ids[token // self.block_size], token % self.block_size
-                for head in range(self.heads.count):
-                    content = prompt[layer, token, self.heads.first + head]
-                    for where, part in self._places(self.layers[layer][block, head], place, content):
-                        if to_cache:
-                            where[:] = part
-                        else:
-                            part[:] = where
+                for where, part in self._places(self.layers[layer][block], place, prompt[layer, token, ours]):
+                    if to_cache:
+                        where[:] = part
+                    else:
+                        part[:] = where
 
     def _places(self, block: Array, place: int, content: Array) -> list[tuple[Array, Array]]:
-        """Where the content of token `place` lies in one head of a block: (in the cache, of the content)."""
+        """Where the content of token `place` lies in a block [head, token, content]: (in the cache, of the content)."""
         if not self._is_planes:
-            return [(block[place], content)]
+            return [(block[:, place], content)]
         half = self.model.content // 2
-        keys, values = block.reshape(2, half * self.block_size)
+        heads = self.heads.count
+        keys, values = block.reshape(heads, 2, half * self.block_size).swapaxes(0, 1)
         return [
-            (keys.reshape(half, self.block_size)[:, place], content[:half]),
-            (values.reshape(self.block_size, half)[place], content[half:]),
+            (keys.reshape(heads, half, self.block_size)[:, :, place], content[:, :half]),
+            (values.reshape(heads, self.block_size, half)[:, place], content[:, half:]),
         ]
 
 
