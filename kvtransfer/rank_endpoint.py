@@ -135,13 +135,15 @@ class RankEndpoint:
         prompt_hash: bytes,
         num_tokens: int,
         wants_first_token: bool,
+        priority: int = 0,
     ) -> None:
         """Attach now, and renew from here on, to those of the exporter's ranks that hold this rank's heads.
 
         `exporters` are the addresses and epochs of all of its ranks, by rank; `num_tokens` is the length of its prompt.
+        Where links are busy, a lower `priority` is copied first.
         """
         keys = [PeerKey(address, epoch) for address, epoch in exporters]
-        self._post(self._loop.importer.open, transfer_id, keys, prompt_hash, num_tokens, wants_first_token)
+        self._post(self._loop.importer.open, transfer_id, keys, prompt_hash, num_tokens, wants_first_token, priority)
 
     def place_import(self, transfer_id: str, first_block: int, block_ids: Sequence[int]) -> None:
         """Our blocks for the prompt's blocks from position `first_block` on; none when all of them are here already."""

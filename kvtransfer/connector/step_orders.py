@@ -59,6 +59,7 @@ class OpenImport:
     prompt_hash: bytes
     num_tokens: int
     wants_first_token: bool
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class ImportParams:
     first_token: bool
     """The prompt ends in a placeholder for the token that the exporter samples."""
     rank_addresses: list[tuple[str, str]]  # (address, epoch), by rank
+    priority: int = 0
+    """Where links are busy, lower is copied first."""
 
     @staticmethod
     def parse(params: dict[str, Any]) -> "ImportParams":
@@ -144,7 +147,10 @@ class ImportParams:
             ) from error
         if not addresses:
             raise ValueError("kv_transfer_params.exporter.ranks is empty: there is nobody to import from")
-        return ImportParams(_require_id(params), bool(params.get("first_token", False)), addresses)
+        priority = params.get("priority", 0)
+        if not isinstance(priority, int):
+            raise ValueError(f"kv_transfer_params.priority must be a whole number, found {priority!r}")
+        return ImportParams(_require_id(params), bool(params.get("first_token", False)), addresses, priority)
 
 
 def _require_id(params: dict[str, Any]) -> str:

@@ -88,6 +88,7 @@ class RankSide:
                 wanted.prompt_hash,
                 wanted.num_tokens,
                 wanted.wants_first_token,
+                wanted.priority,
             )
         for placed in orders.place_imports:
             if placed.awaited:

@@ -123,6 +123,7 @@ class SchedulerSide:
                     hash_prompt(token_ids[:num_tokens], _adapter(request)),
                     num_tokens,
                     wanted.first_token,
+                    wanted.priority,
                 )
             )
         else:

@@ -10,6 +10,7 @@ from kvtransfer.links.negotiation import READING_LINKS, LinkSide, unusable_links
 from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation, Welcome
 from kvtransfer.resharding.forms import CacheForm
 from kvtransfer.resharding.shares import NotShareable, Share, Units, share
+from kvtransfer.transfers.fetch_turns import FetchTurns
 from kvtransfer.transfers.imports import Import, Piece
 
 
@@ -116,7 +117,7 @@ class ExporterPeer:
     """Of its cache, where it is known."""
     imports: dict[str, Import] = field(default_factory=dict)  # those that still want something of it
     abandoned: list[Import] = field(default_factory=list)  # given up before the exporter could be told of them
-    with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch, in turn
+    with_work: dict[str, Import] = field(default_factory=dict)  # those that may have pieces to fetch
     fetches: dict[int, tuple[Import, Piece, float]] = field(default_factory=dict)  # and when each was sent
     last_blocks_s: float = 0.0
 
@@ -156,16 +157,16 @@ class ExporterPeer:
 
 
 def next_piece(
-    peers: Iterable[ExporterPeer], piece_id: int, max_bytes: int
+    peers: Iterable[ExporterPeer], turns: FetchTurns, piece_id: int, max_bytes: int
 ) -> tuple[ExporterPeer, Import, Piece] | None:
-    """The next piece to copy from one of `peers`; each of its transfers has its turn, whatever its size."""
-    for peer in peers:
-        while peer.with_work:
-            transfer_id, reader = next(iter(peer.with_work.items()))
-            del peer.with_work[transfer_id]
-            if piece := reader.next_piece(piece_id, max_bytes):
-                peer.with_work[transfer_id] = reader  # at the end: others first
-                return peer, reader, piece
+    """The next piece to copy from one of `peers`; each transfer has its turn, whatever its size."""
+    owners = {reader: peer for peer in peers for reader in peer.with_work.values()}
+    for reader in turns.in_order(owners):
+        peer = owners[reader]
+        if piece := reader.next_piece(piece_id, max_bytes):
+            reader.last_turn = turns.give()
+            return peer, reader, piece
+        del peer.with_work[reader.transfer_id]
     return None
 
 

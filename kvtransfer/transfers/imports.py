@@ -70,13 +70,19 @@ class Import:
         opened_s: float,
         source: Source = ONLY_SOURCE,
         verify: str = "off",
+        priority: int = 0,
     ) -> None:
-        """`verify`: one of `VERIFY_MODES`; blocks count only when those that it names were compared."""
+        """`verify`: one of `VERIFY_MODES`; blocks count only when those that it names were compared.
+
+        `priority`: lower is copied before others (`fetch_turns`).
+        """
         self.transfer_id = transfer_id
         self.source = source
         self.num_tokens = num_tokens
         self.prompt_hash = prompt_hash
         self.wants_first_token = wants_first_token
+        self.priority = priority
+        self.last_turn = 0
         self.lease_until_s = 0.0
         self.in_flight: dict[int, Piece] = {}  # by piece id; being written into our blocks, or asked for
         self.is_cancelled = False

@@ -135,6 +135,7 @@ class LegRequests:
             "transfer_id": transfer_id,
             "first_token": first_token,
             "exporter": {"worker_id": exporter.worker_id, "ranks": ranks},
+            "priority": urgency.priority,
         }
         _add_extra_args(leg, {FIELD: transfer, **urgency.extra_args()})
         if not first_token:

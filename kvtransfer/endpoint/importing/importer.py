@@ -19,6 +19,7 @@ from kvtransfer.links.nccl_orders import NcclEvent
 from kvtransfer.links.negotiation import READING_LINKS
 from kvtransfer.messages import FAILURE_KINDS, Attached, Blocks, Checksums, Done, Failed, FromExporter, Ready
 from kvtransfer.resharding.heads import ONLY_SOURCE, UnevenHeads
+from kvtransfer.transfers.fetch_turns import FetchTurns
 from kvtransfer.transfers.imports import ClosedImport, Import, Piece
 from kvtransfer.transfers.sharded_import import ShardedImport, sources_of
 from kvtransfer.verification.check_thread import CheckResult
@@ -53,6 +54,7 @@ class Importer:
         self._copying: dict[int, Import] = {}
         self._early_tokens: dict[str, int] = {}
         self._last_piece_id = 0
+        self._turns = FetchTurns()
         self.outbox = self._exporters.outbox
         self.lost = self._exporters.lost
         self.mappings = self._exporters.mappings
@@ -98,6 +100,7 @@ class Importer:
         prompt_hash: bytes,
         num_tokens: int,
         wants_first_token: bool,
+        priority: int = 0,
     ) -> None:
         """`exporters`: every rank of the prefill worker, by rank."""
         if transfer_id in self._imports:
@@ -112,7 +115,9 @@ class Importer:
         for source in sources:
             wants_token = wants_first_token and source.num_heads > 0
             verify = self._settings.verify
-            shards.append(Import(transfer_id, layout, num_tokens, prompt_hash, wants_token, now_s, source, verify))
+            shards.append(
+                Import(transfer_id, layout, num_tokens, prompt_hash, wants_token, now_s, source, verify, priority)
+            )
         self._imports[transfer_id] = ShardedImport(shards)
         early_token = self._early_tokens.pop(transfer_id, None)
         for opened in shards:
@@ -233,7 +238,6 @@ class Importer:
             if not (work := self._next_piece(readable, max_bytes)):
                 break
             peer, reader, piece = work
-            readable = [*(other for other in readable if other is not peer), peer]
             self._copying[piece.piece_id] = reader
             self.copies.append(
                 CopyJob(piece, peer.pid, peer.regions(piece), peer.key, peer.link, peer.target_regions(piece))
@@ -285,7 +289,7 @@ class Importer:
 
     def _next_piece(self, peers: list[ExporterPeer], max_bytes: int) -> tuple[ExporterPeer, Import, Piece] | None:
         self._last_piece_id += 1
-        return next_piece(peers, self._last_piece_id, max_bytes)
+        return next_piece(peers, self._turns, self._last_piece_id, max_bytes)
 
     def _fail(self, failed: Import, kind: str, reason: str) -> None:
         failed.fail(kind, reason)

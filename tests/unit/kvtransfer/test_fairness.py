@@ -70,6 +70,24 @@ def test_one_block_overtakes_a_large_transfer(cluster: Cluster, order: Order, li
     assert order.pieces.index("small") <= 2 * 4, "credits of the large one, and those the exporter had taken up"
 
 
+def test_a_small_transfer_from_another_exporter_overtakes_a_large_one(cluster: Cluster, order: Order) -> None:
+    options: dict[str, Any] = {"links": ("host",), "chunk_bytes": ONE_BLOCK["host"], "stalled_after_s": 20}
+    first, second, importer = cluster.rank(**options), cluster.rank(**options), cluster.rank(**options)
+    first.export("large", LARGE, len(LARGE) * BLOCK_SIZE)
+    second.export("small", SMALL, BLOCK_SIZE)
+    importer.attach("large", first, len(LARGE) * BLOCK_SIZE)
+    importer.attach("small", second, BLOCK_SIZE)
+    eventually(lambda: is_known_whole(importer, "large") and is_known_whole(importer, "small"))
+    importer.endpoint.place_import("large", 0, LARGE)
+    assert order.has_begun.wait(10)
+    importer.endpoint.place_import("small", 0, SMALL)
+    time.sleep(0.05)  # for it to be asked for, as far as it goes
+    order.may_go_on.set()
+    assert importer.closed_import("small").outcome == importer.closed_import("large").outcome == "loaded"
+    assert order.pieces.count("large") == len(LARGE)
+    assert order.pieces.index("small") <= 2 * 4
+
+
 class Polls:
     """Counts how often an endpoint's thread wakes up."""
 

@@ -270,6 +270,12 @@ def test_a_request_that_ends_while_loading_cancels_its_import(side: SchedulerSid
     assert (stats.used, stats.leased, stats.free) == (0, 0, 100)
 
 
+def test_the_priority_of_a_request_is_that_of_its_copies(side: SchedulerSide) -> None:
+    for name, said in (("urgent", {"priority": -4}), ("plain", {})):
+        side.on_new_request(request(name, list(range(10)), {**import_params(False, f"transfer-{name}"), **said}))
+    assert [o.priority for o in orders_of(side).open_imports] == [-4, 0]
+
+
 def test_an_export_under_an_id_in_use_is_an_ordinary_request_and_takes_no_blocks_along(
     side: SchedulerSide, cache: FakeKvCache
 ) -> None:
@@ -329,6 +335,7 @@ def test_computed_tokens_grow_with_chunks_and_not_with_empty_steps(side: Schedul
         {"mode": "export"},
         {"mode": "export", "transfer_id": 7},
         {"mode": "import", "transfer_id": "transfer-1"},
+        {"mode": "import", "transfer_id": "transfer-1", "exporter": EXPORTER, "priority": "high"},
         {"mode": "import", "transfer_id": "transfer-1", "exporter": {"ranks": []}},
         {"mode": "import", "transfer_id": "transfer-1", "exporter": {"ranks": [{"rank": "x"}]}},
         {"mode": "steal", "transfer_id": "transfer-1"},

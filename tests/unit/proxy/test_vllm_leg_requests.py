@@ -141,6 +141,7 @@ def test_in_first_token_mode_the_decode_leg_has_a_placeholder_and_one_token_less
                 {"rank": 1, "address": "ipc://b", "epoch": "life"},
             ],
         },
+        "priority": 2,
     }
 
 
