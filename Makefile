@@ -28,10 +28,14 @@ help: ## this list
 run: $(STAMP) ## set up, start 1 prefill + 1 decode worker, show one chat, serve until Ctrl-C
 	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS) || [ $$? -eq 130 ] # Ctrl-C is how it ends
 
+# Files with servers of their own run two at a time: a start keeps one core busy for most of its time.
+APART := $(addprefix tests/chaos/test_,ray.py scaling.py several_models.py simulated_cluster.py start_and_stop.py)
+
 test: test-unit ## all tests: unit, then those with real engines (at most 20 minutes on 2 cores)
 	$(BIN)/python -m pytest tests/engine $(ARGS)
 	@# A session of its own: the engines above have to give their memory back first.
-	$(BIN)/python -m pytest tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(filter tests/chaos/%,$(APART)) $(ARGS)
+	$(BIN)/python -m pytest tests/chaos $(addprefix --ignore=,$(APART)) $(ARGS)
 
 # Parts side by side, each a process that reads only its own files. Importing vLLM takes 8 s, so one part has all tests
 # that need it: those that import it, or something that is written for it, or the fakes that are. It takes longest, and
