@@ -1,6 +1,7 @@
 """vLLM's whole API server on fake workers: what clients see, and how starting can fail."""
 
 import asyncio
+import gzip
 import json
 import socket
 import subprocess
@@ -237,6 +238,35 @@ async def test_what_vllm_refuses_reaches_no_worker(server: Server) -> None:
     unknown, _, _ = await server.post("/v1/completions", model="other", prompt=WORDS)
     bad, _, _ = await server.post("/v1/completions", model="tiny", prompt=WORDS, temperature=-1)
     assert (too_long, unknown, bad) == (400, 404, 400)
+    assert [len(worker.submitted) for worker in server.workers.values()] == before
+
+
+ODD_BODIES = {
+    "nothing": b"",
+    "null": b"null",
+    "nested deeper than a stack": b'{"model": "tiny", "prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "not utf-8": b'{"model": "tiny", "prompt": "\xff\xfe"}',
+    "half a surrogate pair": b'{"model": "tiny", "prompt": "w1 \\ud800 w2"}',
+    "numbers beyond 64 bits": b'{"model": "tiny", "prompt": [5, 99999999999999999999999]}',
+    "not a number": b'{"model": "tiny", "prompt": "w1", "top_p": NaN}',
+    "a longer prompt than any context": b'{"model": "tiny", "prompt": [' + b"5," * 200_000 + b"5]}",
+    "more choices than anybody can read": b'{"model": "tiny", "prompt": "w1", "n": 1000000}',
+    "packed without saying so": gzip.compress(b'{"model": "tiny", "prompt": "w1"}'),
+}
+
+
+@MODULE_LOOP
+@pytest.mark.parametrize("odd", ODD_BODIES)
+async def test_whatever_a_body_holds_it_is_the_clients_error_and_reaches_no_worker(server: Server, odd: str) -> None:
+    before = [len(worker.submitted) for worker in server.workers.values()]
+    headers = {"content-type": "application/json"}
+    async with (
+        aiohttp.ClientSession(server.url, headers=headers) as session,
+        session.post("/v1/completions", data=ODD_BODIES[odd]) as response,
+    ):
+        assert response.status == 400
+        assert response.headers["content-type"].startswith("application/json")
+        assert await response.json()
     assert [len(worker.submitted) for worker in server.workers.values()] == before
 
 
