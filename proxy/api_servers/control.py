@@ -7,13 +7,14 @@ its own application (`ControlDesk`), so a route is written once and answers the 
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 
 import httpx
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.orders import SCALE_PATH
 from proxy.api_servers import messages
+from proxy.middleware.error_reply import envelope
+from proxy.middleware.request_body import BodyStalled, BodyTooLarge, ClientLeft, read_body
 
 PREFIX = "/twinpool/"
 PATHS = frozenset({
@@ -23,6 +24,7 @@ PATHS = frozenset({
 MAX_BODY_BYTES = 1 << 20
 ANSWER_WITHIN_S = 120.0
 """Longer than an engine call to every worker may take."""
+NO_ANSWER = "the process that has the workers did not answer in time; try again, or see the log of twinpool serve"
 _NOT_PASSED_ON = frozenset({b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding"})
 
 
@@ -65,16 +67,22 @@ class ControlForward:
         if scope["type"] != "http" or not is_control(str(scope["path"])):
             await self._app(scope, receive, send)
             return
-        body = await _body(receive)
-        if body is None:
+        try:
+            body = await read_body(scope, receive, MAX_BODY_BYTES)
+        except ClientLeft:
+            return  # what it had sent until then may mean something else than the whole
+        except BodyTooLarge:
             await _send_reply(send, error_reply(0, 413, f"the body is longer than {MAX_BODY_BYTES} bytes"))
+            return
+        except BodyStalled as error:
+            await _send_reply(send, error_reply(0, 408, str(error)))
             return
         query = scope.get("query_string", b"").decode("latin-1")
         path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
         reply = await self._ask(
             str(scope["method"]), f"{path}?{query}" if query else path, list(scope["headers"]), body
         )
-        await _send_reply(send, reply or error_reply(0, 503, "the process that has the workers did not answer"))
+        await _send_reply(send, reply or error_reply(0, 503, NO_ANSWER))
 
 
 Ask = Callable[[str, str, list[tuple[bytes, bytes]], bytes], Awaitable[messages.ControlReply | None]]
@@ -85,22 +93,9 @@ def is_control(path: str) -> bool:
     return path in PATHS or path.startswith(PREFIX)
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """The whole body; None if it is too long."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            return None
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return bytes(body)
-
-
 def error_reply(call_id: int, status: int, message: str) -> messages.ControlReply:
     """OpenAI's error envelope as a reply."""
-    error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(envelope(status, message)).encode()
     return messages.ControlReply(call_id, status, [(b"content-type", b"application/json")], body)
 
 

@@ -19,6 +19,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from proxy.adapters.adapter import Adapter
 from proxy.adapters.registry import LOAD_TIMEOUT_S
 from proxy.api_servers import messages
+from proxy.api_servers.control import NO_ANSWER
 from proxy.api_servers.link import DispatcherLink
 from proxy.frontend.vllm_core_client import FrontEndClient
 from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder
@@ -56,7 +57,7 @@ class RemoteClient(FrontEndClient):
 
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         reply = await self._link.call(method, args, UTILITY_TIMEOUT_S)
-        error = "the process that has the workers did not answer" if reply is None else reply.error
+        error = NO_ANSWER if reply is None else reply.error
         if reply is None or error:
             raise GracefulHTTPError(error, HTTPStatus.SERVICE_UNAVAILABLE)
         results: list[Any] = msgspec.msgpack.decode(reply.results)
@@ -64,7 +65,7 @@ class RemoteClient(FrontEndClient):
 
     async def _load_adapter(self, adapter: Adapter, *, again: bool) -> Adapter:
         reply = await self._link.load_adapter(adapter, again, LOAD_TIMEOUT_S)
-        error = "the process that has the workers did not answer" if reply is None else reply.error
+        error = NO_ANSWER if reply is None else reply.error
         if reply is None or error:
             raise GracefulHTTPError(error, HTTPStatus.SERVICE_UNAVAILABLE)
         return reply.adapter

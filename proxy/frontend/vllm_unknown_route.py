@@ -10,6 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 
+from proxy.middleware.error_reply import envelope
+
 NO_ROUTE = "Not Found"
 """What Starlette says when nothing matched; whoever raises a 404 on purpose says more."""
 
@@ -22,8 +24,7 @@ def name_the_routes(app: FastAPI) -> None:
             response: Response = await http_exception_handler(request, error)
             return response
         message = f"{request.method} {request.url.path[:200]} is not served here; what is: {', '.join(served(app))}"
-        envelope = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
-        return JSONResponse({"error": envelope}, status_code=404)
+        return JSONResponse(envelope(404, message), status_code=404)
 
     app.add_exception_handler(404, answer)
 

@@ -12,11 +12,10 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.middleware.error_reply import send_error
+from proxy.middleware.error_reply import refuse_websocket, send_error
 
 _REFUSAL = "the API key is missing or wrong"
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-POLICY_VIOLATION = 1008
 _CHALLENGE = (b"www-authenticate", b"Bearer")
 
 
@@ -49,7 +48,7 @@ class KeyGuard:
         self._on_refused()
         if kind == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": _REFUSAL})
+            await refuse_websocket(send, _REFUSAL)
         elif path_of(scope).startswith("/v1"):
             # Word for word what vLLM says there.
             body = json.dumps({"error": "Unauthorized"}, separators=(",", ":")).encode()

@@ -11,13 +11,12 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.middleware.error_reply import send_error
+from proxy.middleware.error_reply import refuse_websocket, send_error
+from proxy.middleware.request_body import read_body, replaying
 from proxy.middleware.request_context import CURRENT, RequestContext
-from proxy.middleware.transfer_params_guard import replaying, whole_body
 from proxy.slo.rules import ClassOfOthers, SloRules, UnknownClass
 
 CLASS_HEADER = b"x-slo-class"
-POLICY_VIOLATION = 1008
 
 
 def find_standings(app: Starlette, rules: SloRules) -> None:
@@ -48,14 +47,14 @@ class RequestStanding:
         header, api_key = said_by_headers(scope.get("headers", ()))
         model = ""
         if self._rules.needs_model and scope["type"] == "http" and not header:
-            messages = await whole_body(receive)
-            model = model_of(b"".join(message.get("body", b"") for message in messages))
-            receive = replaying(messages, receive)
+            # Whole already: the guard, further out, has read it.
+            body = await read_body(scope, receive)
+            model, receive = model_of(body), replaying(body, receive)
         try:
             standing = self._rules.standing(header, api_key, model)
         except (UnknownClass, ClassOfOthers) as error:
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)[:120]})
+                await refuse_websocket(send, str(error))
                 return
             await send_error(scope, send, 403 if isinstance(error, ClassOfOthers) else 400, str(error), "X-Slo-Class")
             return

@@ -9,13 +9,14 @@ becomes an error event instead of a connection that breaks off. Replies that say
 
 import json
 import logging
-import math
 from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from proxy.middleware.error_reply import envelope, error_event, retry_after
 from proxy.middleware.request_context import CURRENT, RequestContext
 
 log = logging.getLogger("twinpool.proxy")
@@ -24,7 +25,6 @@ _ERROR_PREFIXES = (b'data: {"error"', b"event: error\n")
 TRY_LATER = (429, 503, 504)
 RETRY_AFTER_S = 1.0
 """Where nothing better is known."""
-RETRY_AFTER_LIMIT_S = 600
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -46,7 +46,8 @@ class StatusLine:
         except Exception as error:
             if not await response.end_with(error):
                 raise
-            log.warning("stream_failed path=%s error=%s", scope.get("path"), error)
+            label = Headers(scope=scope).get("x-request-id", "")[:200]
+            log.warning("stream_failed path=%s x_request_id=%s error=%s", scope.get("path"), label, error)
         finally:
             CURRENT.reset(token)
 
@@ -107,20 +108,11 @@ class _HeldStart:
         if not self._is_stream or self._over:
             return False
         self._over, self._streams = True, False
-        envelope = envelope_of(error)
+        told = envelope_of(error)
         if self._held is not None:
-            await self._send_error(self._held, envelope)
+            await self._send_error(self._held, told)
             return True
-        details = envelope["error"]
-        event = {
-            "type": "error",
-            "code": str(details["code"]),
-            "message": details["message"],
-            "param": None,
-            **envelope,
-        }
-        body = b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": error_event(told), "more_body": False})
         return True
 
     async def _send_error(self, start: Message, error: dict[str, Any]) -> None:
@@ -139,8 +131,7 @@ class _HeldStart:
             headers = list(start.get("headers", ()))
             if not any(bytes(name).lower() == b"retry-after" for name, _ in headers):
                 after_s = self._context.retry_after_s if self._context.retry_after_s is not None else RETRY_AFTER_S
-                whole_s = math.ceil(min(max(after_s, 1), RETRY_AFTER_LIMIT_S))
-                start["headers"] = [*headers, (b"retry-after", str(whole_s).encode())]
+                start["headers"] = [*headers, retry_after(after_s)]
         await self._send(start)
 
 
@@ -177,10 +168,9 @@ def envelope_of(error: BaseException) -> dict[str, Any]:
     while cause is not None:
         status, message = getattr(cause, "http_status", None), getattr(cause, "message", None)
         if isinstance(status, int) and isinstance(message, str):
-            phrase = HTTPStatus(status).phrase
-            return {"error": {"message": message, "type": phrase, "param": None, "code": int(status)}}
+            return envelope(status, message, kind=HTTPStatus(status).phrase)
         cause = cause.__cause__ or cause.__context__
-    return {"error": {"message": "Internal server error", "type": "InternalServerError", "param": None, "code": 500}}
+    return envelope(500, "Internal server error", kind="InternalServerError")
 
 
 def error_status(error: dict[str, Any]) -> int:

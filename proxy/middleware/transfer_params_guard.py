@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from proxy.middleware.error_reply import send_error
+from proxy.middleware.error_reply import CLOSE, send_error
+from proxy.middleware.request_body import BodyStalled, ClientLeft, read_body, replaying
 
 FIELDS = ("kv_transfer_params", "twinpool")
 
@@ -27,8 +28,14 @@ class TransferParamsGuard:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        messages = await whole_body(receive)
-        field = field_of_ours(b"".join(message.get("body", b"") for message in messages))
+        try:
+            body = await read_body(scope, receive)
+        except ClientLeft:
+            return
+        except BodyStalled as error:
+            await send_error(scope, send, 408, str(error), None, [CLOSE])
+            return
+        field = field_of_ours(body)
         if field is not None:
             refusal = (
                 f"{field} is set by the proxy for its own legs and is not accepted from clients; remove the field "
@@ -36,7 +43,7 @@ class TransferParamsGuard:
             )
             await send_error(scope, send, 400, refusal, field)
             return
-        await self._app(scope, replaying(messages, receive), send)
+        await self._app(scope, replaying(body, receive), send)
 
 
 def field_of_ours(body: bytes) -> str | None:
@@ -45,8 +52,8 @@ def field_of_ours(body: bytes) -> str | None:
         return None
     try:
         request = json.loads(body)
-    except ValueError:
-        return None  # vLLM answers what it answers to bad JSON
+    except (ValueError, RecursionError):  # the latter with arrays nested some thousand deep
+        return None  # vLLM answers what it answers to such a body
     if not isinstance(request, Mapping):
         return None
     sampling_params = _part(request, "sampling_params")
@@ -57,22 +64,3 @@ def field_of_ours(body: bytes) -> str | None:
 def _part(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = request.get(name)
     return part if isinstance(part, Mapping) else {}
-
-
-def replaying(messages: list[Message], receive: Receive) -> Receive:
-    """Gives back what was read already, then goes on."""
-
-    async def replay() -> Message:
-        return messages.pop(0) if messages else await receive()
-
-    return replay
-
-
-async def whole_body(receive: Receive) -> list[Message]:
-    """The messages up to the end of the body, or up to the client's departure."""
-    messages: list[Message] = []
-    while True:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return messages

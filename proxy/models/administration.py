@@ -19,7 +19,7 @@ from cluster.models.models_file import check_options, read_model
 from cluster.orders import Refusal, RefusalText
 from cluster.preflight.config_file import validated
 from cluster.preflight.problems import ConfigError
-from proxy.models.forwarding import BodyStalled, BodyTooLarge, ClientLeft, read_body
+from proxy.middleware.request_body import BodyStalled, BodyTooLarge, ClientLeft, read_body
 from proxy.models.keeper import Keeper, ModelsRefused
 
 log = logging.getLogger("twinpool.models")

@@ -10,19 +10,16 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from http import HTTPStatus
 
 import aiohttp
 from multidict import CIMultiDict
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from proxy.middleware.error_reply import send_error
+from proxy.middleware.error_reply import envelope, error_event, send_error
 
 log = logging.getLogger("twinpool.models")
 
-BODY_PIECE_WITHIN_S = 60.0
-"""A client that sends nothing of its body for so long is given up."""
 RETRY_AFTER = ((b"retry-after", b"1"),)
 _OF_A_CONNECTION = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
@@ -33,18 +30,6 @@ _EVENT_NAMED = ("/v1/responses", "/v1/messages")
 """APIs whose streams name their events."""
 
 
-class BodyTooLarge(Exception):
-    """The body is longer than allowed."""
-
-
-class BodyStalled(Exception):
-    """Nothing more of the body came for `BODY_PIECE_WITHIN_S`."""
-
-
-class ClientLeft(Exception):
-    """The client has closed its connection."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a request that was passed on has ended."""
@@ -53,30 +38,6 @@ class Ended:
     """Of the reply."""
     broken: bool = False
     """The cluster broke off in the middle of it."""
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge` (before reading, if a length is given), `BodyStalled` or `ClientLeft`."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise BodyTooLarge
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        try:
-            async with asyncio.timeout(BODY_PIECE_WITHIN_S):
-                message = await receive()
-        except TimeoutError:
-            raise BodyStalled from None
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLarge
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return b"".join(chunks)
 
 
 async def until_client_leaves(receive: Receive) -> None:
@@ -156,11 +117,10 @@ def _dropped(headers: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def _error_event(path: str, status: int, message: str) -> bytes:
-    error = {"message": message, "type": HTTPStatus(status).phrase, "param": None, "code": status}
+    error = envelope(status, message)
     if not path.endswith(_EVENT_NAMED):
-        return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
-    event = {"type": "error", "code": str(status), "message": message, "param": None, "error": error}
-    return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+        return b"data: " + json.dumps(error).encode() + b"\n\n"
+    return error_event(error)
 
 
 class Sending:

@@ -17,20 +17,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from proxy.middleware.error_reply import send_error
-from proxy.middleware.status_line import RETRY_AFTER_LIMIT_S
+from proxy.middleware.error_reply import CLOSE, envelope, refuse_websocket, retry_after, send_error
+from proxy.middleware.request_body import BodyStalled, BodyTooLarge, ClientLeft, read_body
 from proxy.models.administration import Administration
 from proxy.models.answers import Refused
 from proxy.models.forwarding import (
-    BODY_PIECE_WITHIN_S,
-    BodyStalled,
-    BodyTooLarge,
-    ClientLeft,
     Ended,
     Sending,
     carried_out,
     pass_on,
-    read_body,
 )
 from proxy.models.keeper import Keeper, RequestRefused
 from proxy.models.metrics import FrontMetrics
@@ -101,7 +96,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": "not served with several models"})
+            await refuse_websocket(send, "not served with several models")
             return
         headers = Headers(scope=scope)
         is_an_order = is_order(scope["method"], scope["path"])
@@ -130,9 +125,8 @@ class Front:
             text = f"The body is longer than max_body_bytes={self._max_body_bytes}"
             await self._refuse(scope, send, "", Refused(413, "body_too_large", text))
             return
-        except BodyStalled:
-            text = f"Nothing more of the body came for {BODY_PIECE_WITHIN_S:g} s"
-            await self._refuse(scope, send, "", Refused(408, "body_stalled", text))
+        except BodyStalled as error:
+            await self._refuse(scope, send, "", Refused(408, "body_stalled", str(error)))
             return
         target = await self._target(scope, body)
         if isinstance(target, Refused):
@@ -184,10 +178,9 @@ class Front:
         self._metrics.rejected.labels(model, answer.reason).inc()
         headers: list[tuple[bytes, bytes]] = []
         if answer.retry_after_s is not None:
-            whole_s = math.ceil(min(max(answer.retry_after_s, 1), RETRY_AFTER_LIMIT_S))
-            headers.append((b"retry-after", str(whole_s).encode()))
+            headers.append(retry_after(answer.retry_after_s))
         if answer.status == 408:
-            headers.append((b"connection", b"close"))  # what may still come is no next request
+            headers.append(CLOSE)
         param = "model" if answer.status == 404 else None
         await send_error(scope, send, answer.status, answer.text, param, headers)
 
@@ -216,8 +209,7 @@ class Front:
         for card in self._all_cards():
             if card["id"] == name:
                 return JSONResponse(card)
-        error = {"message": Refused.unknown(name).text, "type": "NotFoundError", "param": "model", "code": 404}
-        return JSONResponse({"error": error}, status_code=404)
+        return JSONResponse(envelope(404, Refused.unknown(name).text, "model"), status_code=404)
 
     def _all_cards(self) -> list[dict[str, Any]]:
         """As models describe themselves; one that was never up has a card of ours."""

@@ -47,7 +47,7 @@ async def answer(
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    await StatusLine(app)({"type": "http", "path": "/v1/completions"}, receive, send)
+    await StatusLine(app)({"type": "http", "path": "/v1/completions", "headers": []}, receive, send)
     return sent
 
 

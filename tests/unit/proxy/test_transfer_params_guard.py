@@ -1,11 +1,13 @@
 """Clients cannot steer a hand-over."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
+from proxy.middleware import request_body
 from proxy.middleware.transfer_params_guard import FIELDS, TransferParamsGuard, field_of_ours
 
 PARAMS = {"mode": "import"}
@@ -36,6 +38,7 @@ def test_the_field_is_found_wherever_vllm_reads_it(body: dict[str, Any]) -> None
         b'{"prompt": "what are kv_transfer_params?"}',
         b'{"prompt": "x", "kv_transfer_params": null}',
         b'{"prompt": "x", "vllm_xargs": "kv_transfer_params"}',
+        b'{"kv_transfer_params": ' + b"[" * 100_000,
         b'{"tools": [{"function": {"parameters": {"properties": {"kv_transfer_params": {}}}}}]}',
     ],
 )
@@ -70,9 +73,9 @@ async def through(
     return seen, sent
 
 
-async def test_a_body_in_pieces_is_passed_on_as_it_came_and_then_the_departure() -> None:
+async def test_a_body_in_pieces_is_passed_on_whole_and_then_the_departure() -> None:
     seen, sent = await through([b'{"prompt": ', b'"x"}'])
-    assert [message.get("body") for message in seen] == [b'{"prompt": ', b'"x"}', None]
+    assert [message.get("body") for message in seen] == [b'{"prompt": "x"}', None]
     assert sent == []
 
 
@@ -88,10 +91,28 @@ async def test_the_messages_route_is_refused_in_its_own_words() -> None:
     assert json.loads(sent[1]["body"])["type"] == "error"
 
 
-async def test_a_client_that_leaves_within_its_body_is_passed_on() -> None:
-    seen, sent = await through([])
-    assert [message["type"] for message in seen] == ["http.disconnect"]
-    assert sent == []
+async def test_a_client_that_leaves_within_its_body_reaches_nobody() -> None:
+    assert await through([]) == ([], [])
+
+
+async def test_a_body_that_stops_coming_is_a_408_that_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "BODY_PIECE_WITHIN_S", 0.01)
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise AssertionError("it has no body to work on")
+
+    await TransferParamsGuard(app)({"type": "http", "method": "POST", "path": "/v1/completions"}, receive, send)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == 408
 
 
 async def test_other_methods_are_not_read() -> None:

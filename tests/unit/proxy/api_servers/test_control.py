@@ -51,6 +51,22 @@ async def test_a_body_without_end_is_refused() -> None:
     assert (status, body["error"]["type"]) == (413, "Request Entity Too Large")
 
 
+@pytest.mark.parametrize("pieces", [[], [b'{"work']])
+async def test_an_order_whose_client_leaves_before_its_end_is_not_passed_on(pieces: list[bytes]) -> None:
+    """Of an order that has defaults, a part would be another order."""
+    coming: list[Any] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    coming.append({"type": "http.disconnect"})
+
+    async def nobody(*_args: Any) -> Any:
+        raise AssertionError("it was carried out")
+
+    async def receive() -> Any:
+        return coming.pop(0)
+
+    scope = {"type": "http", "method": "POST", "path": "/twinpool/restart", "query_string": b"", "headers": []}
+    await ControlForward(nobody, nobody)(scope, receive, nobody)
+
+
 async def answer(app: Any, target: str = "/health") -> messages.ControlReply:
     headers = [(b"Authorization", b"Bearer k"), (b"Content-Length", b"99"), (b"Host", b"outside:8000")]
     return await ControlDesk(app).answer(messages.Control(7, "GET", target, headers, b""))

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from proxy.models import forwarding
+from proxy.middleware import request_body
 from tests.unit.proxy.models.front_server import asks, echo, front, until
 
 ONE = {"alpha": {}}
@@ -212,7 +212,7 @@ async def test_a_large_body_passes_and_a_larger_one_is_refused_unread(tmp_path: 
 async def test_a_body_that_stops_coming_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: bytes
 ) -> None:
-    monkeypatch.setattr(forwarding, "BODY_PIECE_WITHIN_S", 0.1)
+    monkeypatch.setattr(request_body, "BODY_PIECE_WITHIN_S", 0.1)
     async with front(tmp_path, echo, models=ONE) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
