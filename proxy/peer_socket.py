@@ -44,7 +44,7 @@ class PeerSocket(Generic[Received]):
         decoder: msgspec.msgpack.Decoder[Received],
         with_frames: type[Any],
         on_message: Callable[[bytes, Received, Sequence[zmq.Frame]], None],
-        on_bad_frame: Callable[[str], None],
+        on_bad_frame: Callable[[bytes, str], None],
         key: ClusterKey | None = None,
     ) -> None:
         """Binds; raises `SocketAddressError`.
@@ -55,7 +55,7 @@ class PeerSocket(Generic[Received]):
             decoder: of the first frame.
             with_frames: the message that further frames may follow.
             on_message: gets the sender's identity, the message, and the frames that follow it.
-            on_bad_frame: gets the reason why something was dropped.
+            on_bad_frame: gets the sender's identity and the reason why something of it was dropped.
             key: what peers must hold; needed where `address` is tcp.
         """
         if is_network(address) and key is None:
@@ -121,15 +121,15 @@ class PeerSocket(Generic[Received]):
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         if len(frames) < 2:
-            self._on_bad_frame("too few frames")
+            self._on_bad_frame(frames[0].bytes, "too few frames")
             return
         try:
             message = self._read_frame(frames[1].buffer)
         except BadFrame as error:
-            self._on_bad_frame(str(error))
+            self._on_bad_frame(frames[0].bytes, str(error))
             return
         if len(frames) > 2 and not isinstance(message, self._with_frames):
-            self._on_bad_frame(f"{type(message).__name__} with unexpected frames")
+            self._on_bad_frame(frames[0].bytes, f"{type(message).__name__} with unexpected frames")
             return
         self._on_message(frames[0].bytes, message, frames[2:])
 

@@ -1,8 +1,12 @@
-"""What ends the proxy before it is told to: a start that fails, a task that must not end and does."""
+"""What ends the proxy before it is told to, and what becomes of tasks that fail."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
+
+log = logging.getLogger("twinpool.proxy")
 
 
 class ProxyStartError(Exception):
@@ -33,3 +37,22 @@ def first_failure(tasks: Sequence["asyncio.Task[Any]"]) -> str:
             error = None if task.cancelled() else task.exception()
             return f"the proxy's task {task.get_name()} ended: {error or 'cancelled'}"
     return "a task of the proxy ended"
+
+
+def log_failure(task: "asyncio.Task[Any]") -> None:
+    """To be called when a task ends that nobody waits for."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("task_failed task=%s error=%s", task.get_name(), error, exc_info=error)
+
+
+async def beats(every_s: float) -> AsyncIterator[tuple[float, float]]:
+    """Without end, every so often: the time, and for how long this event loop stood still before it.
+
+    While it stands still nobody can be heard, which is not their silence. Times are monotonic, in seconds.
+    """
+    last_s = time.monotonic()
+    while True:
+        await asyncio.sleep(every_s)
+        now_s = time.monotonic()
+        late_s, last_s = now_s - last_s - every_s, now_s
+        yield now_s, late_s if late_s > every_s else 0.0

@@ -15,6 +15,7 @@ from typing import Any
 from cluster.status import AdapterStatus
 from proxy.adapters.adapter import Adapter
 from proxy.adapters.holdings import Holdings, Life
+from proxy.supervision import log_failure
 from proxy.workers.engine_calls import UTILITY_TIMEOUT_S, EngineCalls, UtilityError
 from proxy.workers.roster import Roster, Worker
 
@@ -53,7 +54,7 @@ class AdapterRegistry:
         """`tell` is awaited with all adapters whenever they change, and at once if there are any."""
         self._tell.append(tell)
         if self.holdings.offered:
-            self._spawn(tell(self.offered()))
+            self._spawn(tell(self.offered()), "tell the adapters")
 
     def offered(self) -> list[Adapter]:
         """What clients may ask for."""
@@ -165,7 +166,7 @@ class AdapterRegistry:
             missing = [a for a in self.holdings.missing(life) if self._may_try(life, a, now_s)]
             if missing and life not in self._catching_up:
                 self._catching_up.add(life)
-                self._spawn(self._replay(worker, life, missing))
+                self._spawn(self._replay(worker, life, missing), f"load adapters into {worker.worker_id}")
 
     def _may_try(self, life: Life, adapter: Adapter, now_s: float) -> bool:
         _, failed_s = self._faults.get((life, adapter.adapter_id), ("", -RETRY_S))
@@ -194,7 +195,7 @@ class AdapterRegistry:
         if self.holdings.offered or self.holdings.leaving:
             self.catch_up()
         if self.holdings.leaving and not self._one_at_a_time.locked():
-            self._spawn(self._tidy())
+            self._spawn(self._tidy(), "drop unused adapters")
 
     async def _tidy(self) -> None:
         async with self._one_at_a_time:
@@ -219,15 +220,11 @@ class AdapterRegistry:
             if not self.holdings.holds(life, adapter)
         }
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("adapters_failed", exc_info=error)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(log_failure)
 
     def close(self) -> None:
         """Stops what is under way."""

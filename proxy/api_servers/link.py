@@ -22,6 +22,7 @@ from proxy.adapters.adapter import Adapter
 from proxy.api_servers import messages
 from proxy.api_servers.control import ANSWER_WITHIN_S
 from proxy.peer_socket import MAX_FRAME_BYTES
+from proxy.supervision import beats
 
 log = logging.getLogger("twinpool.api_server")
 
@@ -161,17 +162,12 @@ class DispatcherLink:
                 pass
 
     async def _beat(self) -> None:
-        last_s = time.monotonic()
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            now_s = time.monotonic()
-            late_s, last_s = max(0.0, now_s - last_s - self._heartbeat_s), now_s
+        async for now_s, late_s in beats(self._heartbeat_s):
             if not self._welcome.done():
                 self.send(messages.Hello(self._name, os.getpid()))
                 continue
             self.send(messages.Beat())
-            # While this loop stood still, nobody could be heard.
-            self._heard_s += late_s if late_s > self._heartbeat_s else 0.0
+            self._heard_s += late_s
             if now_s - self._heard_s > self._lost_after_s:
                 self._give_up_waiting()
                 raise DispatcherLost(f"nothing was heard of the dispatcher for {now_s - self._heard_s:.1f} s")

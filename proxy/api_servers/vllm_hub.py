@@ -30,6 +30,7 @@ from proxy.dispatch.dispatcher import Dispatcher
 from proxy.legs.vllm_leg_requests import ClientTransferParams, describe
 from proxy.metrics import ProxyMetrics
 from proxy.peer_socket import PeerSocket
+from proxy.supervision import beats, log_failure
 from proxy.workers.engine_calls import UtilityError
 from proxy.workers.worker_pool import WorkerPool
 
@@ -106,7 +107,7 @@ class ApiServerHub:
         """From now on, processes that say hello are welcome, until `stop`."""
         self._open = _Open(dispatcher, pool, (facts, num_engines))
         pool.adapters.announce_to(self._tell_adapters)
-        self._spawn(self._leave_after(stop))
+        self._spawn(self._leave_after(stop), "end of the API servers")
 
     def answer_with(self, app: Any) -> None:
         """Names the ASGI application that answers control requests."""
@@ -186,15 +187,9 @@ class ApiServerHub:
             self._socket.send(front_end.identity, messages.Leave("the cluster is shutting down", for_good=True))
 
     async def _beat_for_ever(self) -> None:
-        heartbeat_s = self._liveness.heartbeat_s
-        last_s = time.monotonic()
-        while True:
-            await asyncio.sleep(heartbeat_s)
-            now_s = time.monotonic()
-            late_s, last_s = max(0.0, now_s - last_s - heartbeat_s), now_s
+        async for now_s, late_s in beats(self._liveness.heartbeat_s):
             for front_end in list(self._front_ends.values()):
-                # While this loop stood still, nobody could be heard.
-                front_end.heard_s += late_s if late_s > heartbeat_s else 0.0
+                front_end.heard_s += late_s
                 self._send(front_end, messages.Beat())
                 silent_s = now_s - front_end.heard_s
                 # Before it is ready it builds its server, which holds its event loop up.
@@ -208,9 +203,11 @@ class ApiServerHub:
             # Not from within the dispatcher, which may be telling what it aborts.
             asyncio.get_running_loop().call_soon(self._lose, front_end, "its connection is gone")
 
-    def _bad_frame(self, why: str) -> None:
+    def _bad_frame(self, identity: bytes, reason: str) -> None:
         self._metrics.api_server_bad_frames.inc()
-        log.warning("bad_api_server_frame reason=%s", why)
+        front_end = self._front_ends.get(identity)
+        name = front_end.name if front_end is not None else "unknown"
+        log.warning("bad_api_server_frame name=%s connection=%s reason=%s", name, identity.hex(), reason)
 
     def _take(self, identity: bytes, message: messages.FromApiServer, frames: Sequence[zmq.Frame]) -> None:
         if isinstance(message, messages.Hello):
@@ -229,14 +226,14 @@ class ApiServerHub:
                 own_ids = [front_end.prefix + request_id for request_id in request_ids]
                 self._open.dispatcher.abort(own_ids, answered=answered)
             case messages.Call():
-                self._spawn(self._call(self._open.pool, front_end, message))
+                self._spawn(self._call(self._open.pool, front_end, message), f"engine call of {front_end.name}")
             case messages.LoadAdapter():
-                self._spawn(self._load_adapter(self._open.pool, front_end, message))
+                self._spawn(self._load_adapter(self._open.pool, front_end, message), f"adapter of {front_end.name}")
             case messages.AdaptersKnown(version):
                 front_end.adapters_version = version
                 self._adapters_known.set()
             case messages.Control():
-                self._spawn(self._control(front_end, message))
+                self._spawn(self._control(front_end, message), f"control request of {front_end.name}")
             case messages.Ready():
                 front_end.ready = True
                 self._changed.set()
@@ -253,22 +250,23 @@ class ApiServerHub:
             request = self._decoder.decode(frames)
             shape = replace(describe(request, self._returns_routed_experts), standing=add.standing)
         except (BadRequest, ClientTransferParams) as error:
-            self._bad_frame(f"the request {add.request_id} of {front_end.name} cannot be read: {error}")
+            self._bad_frame(front_end.identity, f"the request {add.request_id} cannot be read: {error}")
             front_end.fail(add.request_id, 500, "The request was damaged on its way to the dispatcher; try again", None)
             return
         group = front_end.prefix + add.group if add.group else ""
         dispatcher.add(front_end.prefix + add.request_id, request, shape, group, add.choices, front_end)
 
-    def _spawn(self, answer: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(answer)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
+        task.add_done_callback(log_failure)
 
     async def _call(self, pool: WorkerPool, front_end: RemoteFrontEnd, call: messages.Call) -> None:
         error, results = "", []
         try:
             results = list((await pool.call_all(call.method, *msgspec.msgpack.decode(call.args))).values())
-        except (UtilityError, msgspec.DecodeError, TypeError) as failure:
+        except (UtilityError, msgspec.DecodeError, RecursionError, TypeError) as failure:
             error = str(failure)
         packed = msgspec.Raw(msgspec.msgpack.encode(results))
         self._send(front_end, messages.CallReply(call.call_id, error, packed))

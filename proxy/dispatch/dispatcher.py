@@ -235,7 +235,7 @@ class Dispatcher:
 
     def on_load(self, worker: Worker, load: messages.WorkerLoad) -> None:
         """A worker says what it carries; there may be more room than was believed."""
-        self._placing.look_at_load(load)
+        self._placing.look_at_load(worker.worker_id, load)
         self._conductor.flush()
 
     def needs(self, worker_id: str) -> bool:

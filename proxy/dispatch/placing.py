@@ -73,9 +73,9 @@ class Placing:
         self._scheduler.observe_pools(facts, roster.compatible, time.monotonic(), roster.awaited(), adapters)
         self._changed = True
 
-    def look_at_load(self, load: WorkerLoad) -> None:
+    def look_at_load(self, worker_id: str, load: WorkerLoad) -> None:
         """A worker reported."""
-        self._scheduler.observe_load(load.worker_id, load.blocks_total - load.blocks_free, load.blocks_total)
+        self._scheduler.observe_load(worker_id, load.blocks_total - load.blocks_free, load.blocks_total)
         self._changed = True
 
     def look_at_step(self, worker_id: str, now_s: float, *, goes_on: bool) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from cluster.messages import RankAddress
 from cluster.prefix_events.block_hashes import root
+from proxy.adapters.adapter import BASE_MODEL
 from proxy.legs.urgency import KEY, Urgency
 from proxy.scheduling.first_token import decide_first_token
 from proxy.scheduling.prompt_hashes import NO_HASHES, PromptHashes
@@ -63,8 +64,8 @@ def describe(request: EngineCoreRequest, engines_return_routed_experts: bool = F
 
 
 def adapter_number(request: EngineCoreRequest) -> int:
-    """Of the LoRA adapter that it wants; 0 for the base model."""
-    return request.lora_request.lora_int_id if request.lora_request is not None else 0
+    """Of the LoRA adapter that it wants, or `BASE_MODEL`."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else BASE_MODEL
 
 
 def _prompt_hashes(request: EngineCoreRequest) -> PromptHashes:

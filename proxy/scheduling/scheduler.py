@@ -326,10 +326,6 @@ class Scheduler:
     def _look_up(self, shape: RequestShape) -> Mapping[str, int]:
         return self._prefixes.cached_tokens(shape.prompt_hashes) if shape.prompt_hashes else {}
 
-    def _is_waiting(self, entry: Entry) -> bool:
-        waiting = self._waiting.get(entry.request_id)
-        return waiting is not None and waiting.entry.since_s == entry.since_s
-
 
 def _for_prefill_workers(entry: Entry, found: Fit) -> float:
     """Seconds of a prompt that a prefill worker computes, or would if there were one for it."""

@@ -13,6 +13,7 @@ from cluster.launch.seats import NothingFree
 from cluster.messages import LEAVE
 from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus, ScaleOrder
 from cluster.status import AutoscaleStatus, LaunchNote
+from proxy.supervision import log_failure
 from proxy.workers.resizing import Resizing
 from proxy.workers.rolling_restart import RollingRestart, RollingTimes, WorkerControl
 from proxy.workers.roster import Roster, Worker, role_named_in
@@ -119,7 +120,7 @@ class Administration:
         self._other = None
         self._rolling = RollingRestart(self._pool, control, worker_ids, times, order.force)
         self._task = asyncio.create_task(self._rolling.run(), name="rolling-restart")
-        self._task.add_done_callback(_log_failure)
+        self._task.add_done_callback(log_failure)
         names = ", ".join(worker_ids)
         return Accepted(f"starting {names} again", worker_ids, times.of_one_s * len(worker_ids))
 
@@ -216,8 +217,3 @@ def _by_kind_and_number(worker_id: str) -> tuple[bool, str, int, str]:
     """prefill-2 before prefill-10 before decode-0."""
     kind, _, number = worker_id.rpartition("-")
     return kind != "prefill", kind, int(number) if number.isdigit() else 0, worker_id
-
-
-def _log_failure(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("rolling_restart_failed", exc_info=error)

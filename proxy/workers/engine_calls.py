@@ -51,7 +51,7 @@ class EngineCalls:
             for future in waits.values():
                 future.cancel()
         return {
-            worker_id: UtilityError(f"worker {worker_id} did not answer {method} within {timeout_s:g} s")
+            worker_id: UtilityError(f"worker {worker_id} did not answer {method} within {timeout_s:g} s; see its log")
             if future in late
             else future.exception() or future.result()
             for worker_id, future in waits.items()

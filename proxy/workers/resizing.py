@@ -11,6 +11,7 @@ from cluster.config import Role
 from cluster.messages import LEAVE
 from cluster.orders import Accepted
 from cluster.status import LaunchNote
+from proxy.supervision import log_failure
 from proxy.workers.rolling_restart import LOOK_AGAIN_S, RollingTimes, WorkerControl
 from proxy.workers.roster import ENDS, Roster, Worker, role_named_in
 from proxy.workers.worker_pool import WorkerPool
@@ -137,7 +138,7 @@ class Resizing:
             self.pool.drain(worker_id, LEAVE, timeout_s)
         task = asyncio.create_task(self._forget_when_left(worker_id, timeout_s), name=f"remove {worker_id}")
         self.leaving[worker_id] = task
-        task.add_done_callback(self._ended)
+        task.add_done_callback(log_failure)
 
     async def _forget_when_left(self, worker_id: str, timeout_s: float) -> None:
         try:
@@ -159,10 +160,6 @@ class Resizing:
                 return False
             await self.pool.wait_for_change(min(left_s, LOOK_AGAIN_S))
         return True
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("removal_failed task=%s", task.get_name(), exc_info=error)
 
     def close(self) -> None:
         """Waits for nobody any more."""

@@ -212,7 +212,7 @@ class Roster:
         self.expected = tuple(name for name in self.expected if name != worker_id)
 
     def heard(self, identity: bytes, worker_id: str | None, epoch: str | None, now_s: float) -> Worker | None:
-        """Notes a sign of life. None if the sender is unknown or the message is from another life.
+        """Notes a sign of life. None if the sender is unknown, or speaks for another worker or another life.
 
         `worker_id` and `epoch` are what the message says of its sender, if it says anything.
         """
@@ -224,9 +224,9 @@ class Roster:
                 self.by_identity.pop(worker.identity, None)
                 self.by_identity[identity] = worker_id
                 worker.identity = identity
-        if worker is None or (epoch is not None and epoch != worker.hello.epoch):
+        if worker is None or worker.hello.epoch in self.gone_epochs:
             return None
-        if worker.hello.epoch in self.gone_epochs:
+        if epoch not in (None, worker.hello.epoch) or worker_id not in (None, worker.worker_id):
             return None
         worker.heard_s = now_s
         return worker

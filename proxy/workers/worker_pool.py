@@ -15,6 +15,7 @@ from cluster.trust import ClusterKey
 from proxy.adapters.registry import AdapterRegistry
 from proxy.metrics import ProxyMetrics
 from proxy.prefixes.prefix_feed import PrefixFeed
+from proxy.supervision import beats
 from proxy.workers.engine_calls import UTILITY_TIMEOUT_S, EngineCalls, results_of_all
 from proxy.workers.roster import Loss, Roster, Worker
 from proxy.workers.worker_socket import Frame, WorkerSocket
@@ -145,9 +146,10 @@ class WorkerPool:
 
     # ----------------------------------------------------------------------------------------------- receiving
 
-    def _bad_frame(self, reason: str) -> None:
+    def _bad_frame(self, identity: bytes, reason: str) -> None:
         self._metrics.bad_frames.inc()
-        log.warning("bad_frame reason=%s", reason)
+        worker_id = self.roster.by_identity.get(identity, "unknown")
+        log.warning("bad_frame worker=%s connection=%s reason=%s", worker_id, identity.hex(), reason)
 
     def _take(self, identity: bytes, message: messages.FromWorker, extra: Sequence[zmq.Frame]) -> None:
         now_s = time.monotonic()
@@ -157,7 +159,7 @@ class WorkerPool:
         said_id, epoch = getattr(message, "worker_id", None), getattr(message, "epoch", None)
         worker = self.roster.heard(identity, said_id, epoch, now_s)
         if worker is None:
-            self._bad_frame(f"{type(message).__name__} from a stranger or an earlier life")
+            self._bad_frame(identity, f"{type(message).__name__} from a stranger, or for another worker or life")
             return
         listener = self._listener
         match message:
@@ -268,14 +270,8 @@ class WorkerPool:
             self._changed.clear()
 
     async def _beat_for_ever(self) -> None:
-        heartbeat_s = self._liveness.heartbeat_s
-        last_s = time.monotonic()
-        while True:
-            await asyncio.sleep(heartbeat_s)
-            now_s = time.monotonic()
-            late_s, last_s = now_s - last_s - heartbeat_s, now_s
-            if late_s > heartbeat_s:
-                # This loop stood still, so nobody could be heard: that is not the workers' silence.
+        async for now_s, late_s in beats(self._liveness.heartbeat_s):
+            if late_s:
                 log.warning("event_loop_late late_s=%.1f", late_s)
                 self.roster.forgive(late_s)
             for worker in list(self.roster.workers.values()):

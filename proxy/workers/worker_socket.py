@@ -19,7 +19,7 @@ class WorkerSocket(PeerSocket[messages.FromWorker]):
         self,
         address: str,
         on_message: Callable[[bytes, messages.FromWorker, Sequence[zmq.Frame]], None],
-        on_bad_frame: Callable[[str], None],
+        on_bad_frame: Callable[[bytes, str], None],
         key: ClusterKey | None = None,
     ) -> None:
         decoder = msgspec.msgpack.Decoder[messages.FromWorker](messages.FromWorker)

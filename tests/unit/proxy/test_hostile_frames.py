@@ -101,3 +101,13 @@ async def test_what_cannot_be_read_or_is_too_large_is_dropped_and_counted(
         await asyncio.sleep(0.05)
         assert cluster.metric("bad_frames_total") == 2
         assert await answers(cluster)
+
+
+async def test_a_bad_frame_of_a_worker_is_logged_with_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "twinpool.proxy")
+    async with mini_cluster(tmp_path) as cluster:
+        await cluster["decode-0"].socket.send(b"\xc1")
+        await until(lambda: cluster.metric("bad_frames_total") == 1)
+    assert "bad_frame worker=decode-0 " in caplog.text

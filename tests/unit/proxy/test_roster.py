@@ -87,6 +87,12 @@ def test_a_hello_that_is_only_repeated_loses_nothing() -> None:
     assert not again.joined
 
 
+def test_a_worker_speaks_for_nobody_else() -> None:
+    known = roster("prefill-0", "decode-0")
+    assert known.heard(b"\x00", "decode-0", "prefill-0-life-1", 1.0) is None
+    assert known.heard(b"\x00", "prefill-0", "prefill-0-life-1", 1.0) is not None
+
+
 def test_silence_is_death_until_it_is_heard_again() -> None:
     known = roster("prefill-0", "decode-0")
     known.heard(b"\x00", None, None, now_s=4.0)

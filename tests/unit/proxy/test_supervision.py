@@ -1,10 +1,12 @@
 """Work ends with what it gives, with the order to stop, or with the task that it cannot do without."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from proxy.supervision import first_failure, unless_stopped
+from proxy import supervision
+from proxy.supervision import beats, first_failure, log_failure, unless_stopped
 
 
 async def never() -> None:
@@ -48,3 +50,24 @@ async def test_a_task_that_was_cancelled_is_named_too() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert first_failure([task]) == "the proxy's task worker-beats ended: cancelled"
+
+
+async def test_a_failed_task_that_nobody_waits_for_is_logged_under_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        raise OSError("no room")
+
+    caplog.set_level("ERROR", "twinpool.proxy")
+    task = asyncio.create_task(work(), name="remove prefill-1")
+    task.add_done_callback(log_failure)
+    await asyncio.wait([task])
+    await asyncio.sleep(0)
+    assert "task_failed task=remove prefill-1 error=no room" in caplog.text
+
+
+async def test_a_beat_tells_how_long_the_loop_stood_still_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.25, 10.5, 15.0])
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(sleep=lambda _s: asyncio.sleep(0)))
+    told = beats(0.25)
+    assert [await anext(told) for _ in range(3)] == [(10.25, 0.0), (10.5, 0.0), (15.0, 4.25)]
+    await told.aclose()
