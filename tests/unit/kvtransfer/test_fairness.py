@@ -3,13 +3,16 @@
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult, CopyThreads
 from kvtransfer.endpoint.loop import EndpointLoop
+from kvtransfer.endpoint.peers import next_piece
 from kvtransfer.messages import Fetch
+from kvtransfer.transfers.fetch_turns import FetchTurns
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, NUM_BLOCKS, Cluster, Rank, eventually, is_known_whole
 
 LARGE = list(range(NUM_BLOCKS - 1))
@@ -70,22 +73,30 @@ def test_one_block_overtakes_a_large_transfer(cluster: Cluster, order: Order, li
     assert order.pieces.index("small") <= 2 * 4, "credits of the large one, and those the exporter had taken up"
 
 
-def test_a_small_transfer_from_another_exporter_overtakes_a_large_one(cluster: Cluster, order: Order) -> None:
-    options: dict[str, Any] = {"links": ("host",), "chunk_bytes": ONE_BLOCK["host"], "stalled_after_s": 20}
-    first, second, importer = cluster.rank(**options), cluster.rank(**options), cluster.rank(**options)
-    first.export("large", LARGE, len(LARGE) * BLOCK_SIZE)
-    second.export("small", SMALL, BLOCK_SIZE)
-    importer.attach("large", first, len(LARGE) * BLOCK_SIZE)
-    importer.attach("small", second, BLOCK_SIZE)
-    eventually(lambda: is_known_whole(importer, "large") and is_known_whole(importer, "small"))
-    importer.endpoint.place_import("large", 0, LARGE)
-    assert order.has_begun.wait(10)
-    importer.endpoint.place_import("small", 0, SMALL)
-    time.sleep(0.05)  # for it to be asked for, as far as it goes
-    order.may_go_on.set()
-    assert importer.closed_import("small").outcome == importer.closed_import("large").outcome == "loaded"
-    assert order.pieces.count("large") == len(LARGE)
-    assert order.pieces.index("small") <= 2 * 4
+class Endless:
+    """A transfer that always has another piece to fetch."""
+
+    def __init__(self, transfer_id: str, priority: int = 0) -> None:
+        self.transfer_id, self.priority, self.last_turn = transfer_id, priority, 0
+
+    def next_piece(self, piece_id: int, max_bytes: int) -> tuple[int, int]:
+        return piece_id, max_bytes
+
+
+def served(pieces: int, *transfers: Endless) -> list[str]:
+    """Whose piece comes next each time that one copy has ended, with an exporter for each transfer."""
+    peers: list[Any] = [SimpleNamespace(with_work={transfer.transfer_id: transfer}) for transfer in transfers]
+    turns = FetchTurns()
+    found = [next_piece(peers, turns, number, 1) for number in range(pieces)]
+    return [work[1].transfer_id for work in found if work is not None]
+
+
+def test_from_one_copy_to_the_next_every_exporter_has_its_turn() -> None:
+    assert served(6, Endless("large"), Endless("small")) == ["large", "small"] * 3
+
+
+def test_a_better_priority_goes_first_whichever_exporter_it_comes_from() -> None:
+    assert served(3, Endless("plain"), Endless("urgent", priority=-1)) == ["urgent"] * 3
 
 
 class Polls:
