@@ -171,6 +171,9 @@ def lab_simulate(
     ] = "queue",
     compute_efficiency: Annotated[float, typer.Option(min=0.01, max=1, help="As for `twinpool plan`.")] = 0.55,
     memory_efficiency: Annotated[float, typer.Option(min=0.01, max=1, help="As for `twinpool plan`.")] = 0.75,
+    unbounded_caches: Annotated[
+        bool, typer.Option("--unbounded-caches", help="Prefill workers forget no prompt; not with a sweep or --fit.")
+    ] = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw a sweep there: a .png, .svg or .pdf.")
     ] = None,
@@ -184,6 +187,7 @@ def lab_simulate(
         slo_factors=slo_factor or [], work=work or [], trace=trace, scaling=scaling,
         ttft_s=ttft, itl_s=itl, seconds=seconds, seed=seed, incidents=incident or [], on_overload=on_overload,
         compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency, plot_file=plot_file,
+        unbounded_caches=unbounded_caches,
         json_file=json_file,
     )  # fmt: skip
     sys.exit(_load(SIMULATE_ENTRY)(options))

@@ -56,6 +56,8 @@ class Rules:
     chunk_tokens: int = 8192
     local_chunk_tokens: int = 256
     """Of prompts that decode workers compute, beside their streams."""
+    bounded_caches: bool = True
+    """Prefill workers remember the prompts for which they have memory; False: all of them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class SimulatedCluster:
             )
             for work in classes
         }
-        self._caches = PrefixCaches(max(1, self._steps["prefill"].kv_tokens))
+        self._caches = PrefixCaches(max(1, self._steps["prefill"].kv_tokens) if rules.bounded_caches else None)
         policy = Policy(
             rules.remote_prefill_min_tokens,
             "local",

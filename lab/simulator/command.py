@@ -29,7 +29,7 @@ from lab.simulator.fitting.fit import FitError
 from lab.simulator.plot import save_plot
 from lab.simulator.sweep import Point, front, splits, sweep, with_limits_scaled
 from lab.traces.formats import TraceError, read_trace
-from lab.traces.trace import Scaling, scale
+from lab.traces.trace import Scaling, TraceRequest, block_hit_rate, scale
 from proxy.scheduling.slo import OverloadPolicy
 
 _EXIT_FAILED, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
@@ -70,6 +70,7 @@ class SimulateOptions:
     on_overload: OverloadPolicy
     compute_efficiency: float
     memory_efficiency: float
+    unbounded_caches: bool
     plot_file: Path | None
     json_file: Path | None
 
@@ -102,6 +103,8 @@ def _check_files(options: SimulateOptions) -> None:
         raise SimulateError("--slo-factor belongs to a sweep: give --sweep GPUS, or leave it out")
     if complaint := why_unwritable("--json", options.json_file):
         raise SimulateError(complaint)
+    if options.unbounded_caches and (options.sweep_gpus or options.fit_run is not None):
+        raise SimulateError("--unbounded-caches is for one cluster of --model and --gpu: leave --sweep and --fit out")
     file = options.plot_file
     if file is None:
         return
@@ -193,7 +196,8 @@ def _one(
     sessions: Sequence[Session],
 ) -> int:
     costs = PlannedCosts(asked, pools)
-    cluster = SimulatedCluster(costs, pools.num_prefill, pools.num_decode, Rules(options.on_overload), classes)
+    rules = Rules(options.on_overload, bounded_caches=not options.unbounded_caches)
+    cluster = SimulatedCluster(costs, pools.num_prefill, pools.num_decode, rules, classes)
     if not cluster.fits(asked.work.prompt_tokens):
         raise SimulateError(
             f"{asked.model.name} on {pools.prefill_tp} and {pools.decode_tp} x {asked.gpu.name} leaves no room for a "
@@ -214,11 +218,19 @@ def _one(
     )
     if outcome.found_cached:
         out.print(
-            f"{100 * outcome.found_cached:.1f} % of the prompts' full blocks were cached where they were prefilled."
+            f"{100 * outcome.found_cached:.1f} % of the prompts' full blocks were cached where they were prefilled; "
+            f"one cache without bounds would have had {100 * _ceiling(sessions):.1f} %.",
+            soft_wrap=True,
         )
     if options.json_file is not None:
         options.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return 0 if summary.total.whole else _EXIT_FAILED
+
+
+def _ceiling(sessions: Sequence[Session]) -> float:
+    """Of all full blocks, those that an earlier prompt had."""
+    blocks = (tuple(piece.seed for piece in session.turns[0].pieces[:-1]) for session in sessions)
+    return block_hit_rate([TraceRequest(0.0, 1, 1, block_ids) for block_ids in blocks])
 
 
 def _sweep(

@@ -276,9 +276,13 @@ class DecodeWorker:
 
 
 class PrefixCaches:
-    """What prefill workers have cached: blocks of traces, the least recently used leave. `CachedPrefixes`."""
+    """What prefill workers have cached: blocks of traces, the least recently used leave. `CachedPrefixes`.
 
-    def __init__(self, capacity_tokens: int) -> None:
+    Of one prompt the end leaves first, as in vLLM: without its beginning the rest could not be found.
+    """
+
+    def __init__(self, capacity_tokens: int | None) -> None:
+        """`capacity_tokens`: of each worker; None: no bound."""
         self._capacity = capacity_tokens
         self._of: dict[str, OrderedDict[int, int]] = {}
         self._held: dict[str, int] = {}
@@ -299,12 +303,12 @@ class PrefixCaches:
     def store(self, worker_id: str, block_ids: tuple[int, ...], block_tokens: int) -> None:
         """A worker has computed a prompt of these blocks."""
         blocks = self._of.setdefault(worker_id, OrderedDict())
-        for block_id in block_ids:
+        for block_id in reversed(block_ids):
             if block_id not in blocks:
                 self._held[worker_id] = self._held.get(worker_id, 0) + block_tokens
             blocks[block_id] = block_tokens
             blocks.move_to_end(block_id)
-        while self._held.get(worker_id, 0) > self._capacity and blocks:
+        while self._capacity is not None and self._held.get(worker_id, 0) > self._capacity and blocks:
             _, tokens = blocks.popitem(last=False)
             self._held[worker_id] -= tokens
 

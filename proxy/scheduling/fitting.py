@@ -52,8 +52,9 @@ class _Offer:
     """One prefill worker's."""
 
     key: float
-    """Less is better: when the first token comes; and what is cached counts less at a worker that has done more than
-    its part, so that what all prompts begin with does not draw all of them to one worker."""
+    """Less is better: when the first token comes, and how long others will wait because of what is computed for it.
+    What is cached counts less at a worker that has done more than its part, so that what all prompts begin with does
+    not draw all of them to one worker."""
     first_token_in_s: float
     ahead_s: float
     prefill_s: float
@@ -124,9 +125,11 @@ def _through_prefill(
     if isinstance(way, Remote) and (spill := _overflow(pools, shape, expected, shortest_s)) is not None:
         return spill
     reason, full_for = "prefill_full", set[str]()
+    is_settled = _is_settled(offers)
     for offer in offers:
         layout = offer.worker.facts.fingerprint
-        if not offer.takes or layout in full_for:
+        takes = offer.takes or (is_settled and offer is offers[0])
+        if not takes or layout in full_for:
             continue
         decode = None
         if isinstance(way, Remote):
@@ -154,10 +157,24 @@ def _offer(
     prefill_s = worker.costs.prefill_s(num_tokens - have, have)
     in_s = ahead.seconds + prefill_s
     key = in_s
-    if have:
-        key += min(worker.costs.prefill_s(num_tokens) - prefill_s, pools.excess_s(worker, now_s))
+    if cached:
+        # Without caches all compute the same, and whoever is free first is best.
+        price = 1.0 + pools.others_wait(now_s)
+        key = ahead.seconds + price * prefill_s
+        if have:
+            saved_s = price * (worker.costs.prefill_s(num_tokens) - prefill_s)
+            key += min(saved_s, pools.excess_s(worker, now_s))
     avoided = worker.facts.worker_id == shape.avoid
     return _Offer(key, in_s, ahead.seconds, prefill_s, have, worker, worker.takes(ahead), avoided)
+
+
+def _is_settled(offers: list[_Offer]) -> bool:
+    """Whether the first offer would be the best even if everybody else were idle, for what it has cached: then nothing
+    is gained by leaving open for longer where the request goes."""
+    best = offers[0]
+    if not best.cached or len(offers) == 1 or not best.worker.has_seat:
+        return False
+    return all(best.key < offer.key - offer.ahead_s for offer in offers[1:])
 
 
 def _fit(

@@ -7,11 +7,14 @@ from heapq import nlargest
 from itertools import islice
 
 from proxy.scheduling.capacity.costs import CostModel
-from proxy.scheduling.capacity.workers import DecodeWorker, PrefillWorker, Recent
+from proxy.scheduling.capacity.workers import RECENT_S, DecodeWorker, PrefillWorker, Recent
 from proxy.scheduling.place import Policy
 from proxy.scheduling.view import NO_ADAPTERS, AdapterView, Role, WorkerFacts
 
-TOLERATED_IMBALANCE = 1.15
+CERTAIN = 2.0
+"""Standard errors by which a worker must have done more than its part before that counts."""
+MAX_BUSY = 0.9
+"""What is begun within a minute may be more than a minute's work."""
 ASKED = 4
 """Prefill workers that are asked about a request: so many that will be free first, and as many that know its prompt."""
 
@@ -202,9 +205,18 @@ class Pools:
         return best or avoided
 
     def excess_s(self, worker: PrefillWorker, now_s: float) -> float:
-        """Recent work of a prefill worker beyond its part, with some tolerance."""
+        """Recent work of a prefill worker beyond its part, as far as that is no chance."""
         part_s = self.recent.now(now_s) / max(1, len(self.prefill))
-        return max(0.0, worker.recent.now(now_s) - part_s * TOLERATED_IMBALANCE)
+        return max(0.0, worker.recent.now(now_s) - part_s - CERTAIN * worker.recent.chance_s(now_s))
+
+    def others_wait(self, now_s: float) -> float:
+        """Seconds that prompts that come later will wait in sum, for each second that a prefill worker computes.
+
+        In a queue that is busy for a share b of the time that is about b / (1 - b): nothing while the pool is idle, so
+        that only the request's own time counts then.
+        """
+        busy = min(MAX_BUSY, self.recent.now(now_s) / (RECENT_S * max(1, len(self.prefill))))
+        return busy / (1 - busy)
 
     # ----------------------------------------------------------------------------------------------- reordering
 

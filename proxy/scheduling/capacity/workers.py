@@ -1,7 +1,7 @@
 """What each worker has been given, and what that leaves room for."""
 
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, sqrt
 
 from proxy.scheduling.capacity.costs import CostModel, Work
 from proxy.scheduling.view import WorkerFacts
@@ -22,15 +22,26 @@ class Recent:
     """Seconds of work begun of late; what lies further back counts less."""
 
     work_s: float = 0.0
+    squares: float = 0.0
+    """Of the pieces, each counting as it does in `work_s`."""
     at_s: float = 0.0
 
     def now(self, now_s: float) -> float:
         """What counts now."""
-        return self.work_s * exp((self.at_s - now_s) / RECENT_S) if self.work_s else 0.0
+        return self.work_s * self._left(now_s) if self.work_s else 0.0
+
+    def chance_s(self, now_s: float) -> float:
+        """Standard error of `now`, for work that comes in independent pieces: few long prompts tell little."""
+        return sqrt(self.squares) * self._left(now_s) if self.work_s else 0.0
 
     def add(self, work_s: float, now_s: float) -> None:
         """Work is begun."""
-        self.work_s, self.at_s = self.now(now_s) + work_s, now_s
+        left = self._left(now_s)
+        self.work_s, self.squares = self.work_s * left + work_s, self.squares * left * left + work_s * work_s
+        self.at_s = now_s
+
+    def _left(self, now_s: float) -> float:
+        return exp((self.at_s - now_s) / RECENT_S)
 
 
 @dataclass(slots=True)
@@ -114,7 +125,12 @@ class PrefillWorker:
         """Whether a request may be sent with this much before it: about two chunk budgets, and never just one."""
         # One is computed and one is ready, however long they are: the engine never waits for the proxy.
         enough = ahead.requests >= 2 and ahead.tokens >= BUDGETS_AHEAD * self.facts.max_num_batched_tokens
-        return not enough and (len(self.jobs) < 2 or len(self.jobs) < self.facts.max_num_seqs)
+        return not enough and (len(self.jobs) < 2 or self.has_seat)
+
+    @property
+    def has_seat(self) -> bool:
+        """Its engine runs fewer requests than it may at once."""
+        return len(self.jobs) < self.facts.max_num_seqs
 
 
 @dataclass(slots=True)

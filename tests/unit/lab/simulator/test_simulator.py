@@ -1,4 +1,5 @@
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from lab.planner.gpus import GPUS
 from lab.planner.models import MODELS
 from lab.planner.plan import Asked, make_plan
 from lab.planner.steps import EXPECTED, Steps
-from lab.simulator.cluster import Incident, Outcome, Rules, SimulatedCluster
+from lab.simulator.cluster import BlockNames, Incident, Outcome, Rules, SimulatedCluster
 from lab.simulator.command import SimulateError, parse_incident, parse_pools
 from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.sweep import front, point_of, splits
-from lab.simulator.workers import PrefillWorker, Request
+from lab.simulator.workers import PrefillWorker, PrefixCaches, Request
 from lab.traces.trace import TraceRequest, block_hit_rate
 from proxy.scheduling.view import RequestShape
 
@@ -114,6 +115,42 @@ def test_shared_blocks_of_a_trace_are_computed_once_per_worker() -> None:
     assert outcomes[1].found_cached == 0
 
 
+def conversations(count: int, per_s: float) -> list[TraceRequest]:
+    """As in Mooncake's trace: all begin alike, what turns add is long now and then, and some have many turns."""
+    draw, begins_s, trace, block = random.Random(1), 0.0, list[TraceRequest](), 1
+    for _ in range(count):
+        begins_s += draw.expovariate(per_s)
+        at_s, blocks = begins_s, [1]
+        while True:
+            new = min(160, max(1, round(draw.lognormvariate(2.0, 1.2))))
+            blocks += range(block + 1, block + 1 + new)
+            block += new
+            if len(blocks) > 230:
+                break
+            trace.append(TraceRequest(at_s, 512 * len(blocks) + 50, 2, tuple(blocks), 512))
+            if draw.random() < 0.4:
+                break
+            at_s += 5 + draw.expovariate(1 / 60)
+    return sorted(trace, key=lambda request: request.at_s)
+
+
+def test_conversations_find_nearly_everything_that_one_cache_of_all_workers_would_find() -> None:
+    """Long prompts make the recent work of sixteen workers look uneven, and now and then keep the one busy that is
+    wanted."""
+    trace = conversations(400, 2.6)
+    simulated = cluster(Pools(16, 4, 1, 4), Rules(bounded_caches=False), [parse_work("trace=1/s,4096+2")])
+    outcome = simulated.run(replay(trace, "trace", 1))
+    assert outcome.found_cached >= 0.93 * block_hit_rate(trace)
+
+
+def test_a_prompt_that_is_left_out_of_a_full_cache_loses_its_end_first() -> None:
+    caches = PrefixCaches(5 * 512)
+    caches.store("prefill-0", (1, 2, 3), 512)
+    caches.store("prefill-0", (4, 5, 6), 512)
+    assert caches.cached_tokens(BlockNames((1, 2, 3))) == {"prefill-0": 2 * 512}
+    assert caches.cached_tokens(BlockNames((4, 5, 6))) == {"prefill-0": 3 * 512}
+
+
 def test_splits_use_the_gpus_and_leave_out_what_does_not_fit() -> None:
     found = list(splits(LLAMA_70B))
     assert POOLS in found
@@ -172,6 +209,7 @@ def test_the_command_sweeps_and_draws(tmp_path: Path) -> None:
         (["-w", "chat=1/s,9+9,turns=3"], "several turns"),
         (["-w", "chat=1/s,9+9", "--plot", "x.png"], "draws a sweep"),
         (["-w", "chat=1/s,9+9", "--slo-factor", "2"], "belongs to a sweep"),
+        (["-w", "chat=1/s,9+9", "--unbounded-caches", "--sweep", "8"], "one cluster"),
         (["-w", "chat=1/s,9+9", "--sweep", "8", "--plot", "x.doc"], "ending in"),
     ],
 )

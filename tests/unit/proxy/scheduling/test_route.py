@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.scheduling.capacity.costs import Work
+from proxy.scheduling.capacity.workers import Job
 from proxy.scheduling.place import REASONS, Local, Policy, PrefillOnly, Reject, Remote, Wait
 from proxy.scheduling.scheduler import Scheduler
 from proxy.scheduling.view import RequestShape, WorkerFacts
@@ -156,6 +158,32 @@ def test_decode_workers_that_know_a_prompt_do_not_hide_the_prefill_worker_that_d
     knowing = Caches({name: {"h": 480} for name in (*decoders, "p9")})
     pools = scheduler(*(f"p{number}" for number in range(10)), *decoders, prefixes=knowing)
     assert first_place(pools, shape(2000, prompt_hashes="h")) == Remote("p9", "d0", "remote")
+
+
+def busy_with(worker_id: str, *prompts: int, among: int, minute_s: float = 0.0) -> Scheduler:
+    """Prompts at one worker that has cached 2,000 tokens of `h`; all `among` have worked `minute_s` each before."""
+    names = [f"p{number}" for number in range(among)]
+    pools = scheduler(*names, "d0", prefixes=Caches({worker_id: {"h": 2000}}))
+    for worker in pools.books.pools.prefill.values():
+        worker.recent.add(minute_s, 0.0)
+        pools.books.pools.recent.add(minute_s, 0.0)
+    for number, tokens in enumerate(prompts):
+        pools.books.pools.prefill[worker_id].begin(str(number), Job(((1, 0), 0.0), Work(1, tokens), tokens / 1000), 0.0)
+    return pools
+
+
+@pytest.mark.parametrize(("minute_s", "chosen"), [(0.0, "p0"), (50.0, "p1")])
+def test_computing_a_prompt_again_costs_those_who_wait_behind_it_as_well(minute_s: float, chosen: str) -> None:
+    """Waiting takes a little longer than computing; that does not pay where everybody has work."""
+    pools = busy_with("p1", 2400, among=2, minute_s=minute_s)
+    assert first_place(pools, shape(2100, prompt_hashes="h")) == Remote(chosen, "d0", "remote")
+
+
+def test_who_finds_too_much_at_a_worker_to_go_elsewhere_is_not_kept_waiting_for_room_there() -> None:
+    request = shape(2100, prompt_hashes="h")
+    assert first_place(busy_with("p1", 600, 600, among=2), request) == Remote("p1", "d0", "remote")
+    others = busy_with("p1", 1100, 1100, among=2)
+    assert first_place(others, request) == Remote("p0", "d0", "remote"), "an idle one is as good, so order stays open"
 
 
 WORKERS = st.builds(
