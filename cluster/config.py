@@ -269,6 +269,7 @@ class SimulationConfig(ConfigNode):
     kv_bytes_per_token: int = Field(default=327_680, ge=0, description="Bytes to transfer per prompt token.")
     transfer_gb_per_s: float = Field(default=20.0, gt=0, description="At which a decode worker receives, in 1e9.")
     start_s: float = Field(default=0.0, ge=0, description="Seconds until a worker is up.")
+    wake_s: float = Field(default=2.0, ge=0, description="Seconds until a worker that sleeps is up again.")
     workers_per_process: int = Field(
         default=16,
         ge=1,

@@ -49,6 +49,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     """It tells what its prefix cache holds (`CacheEvents`)."""
     simulated: bool = False
     """There is no engine: a cost model takes its time and invents its tokens."""
+    can_sleep: bool = False
+    """It gives its device memory back when it is told to `sleep`, and has its weights again soon after `wake_up`."""
 
 
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True):
@@ -103,6 +105,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True):
     """Connections that its ranks turned away, by reason (`kvtransfer.trust.door`)."""
     copies_in: dict[str, Size] = {}
     """Per link, messages or reads in which `bytes_in` came."""
+    asleep: bool = False
+    """The engine sleeps, or is on its way there or back."""
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -48,6 +48,27 @@ class CloseOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /twinpool/close`: finish every request, take no new ones; the cluster is about to be stopped."""
 
 
+class SleepOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /twinpool/sleep`: finish every request, then give the devices' memory back; weights stay in the host's."""
+
+    timeout_s: TimeLimit = None
+    """For the requests."""
+
+
+class WakeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /twinpool/wake`."""
+
+    timeout_s: TimeLimit = None
+
+
+class Slept(msgspec.Struct, frozen=True):
+    """200: it sleeps, or is awake."""
+
+    state: str
+    """`asleep` or `awake`."""
+    took_s: float
+
+
 class Accepted(msgspec.Struct, frozen=True):
     """202: it is under way; `GET /twinpool/status` shows how far."""
 

@@ -31,7 +31,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     state: str
-    """`starting` (also again), `ready`, `draining`, `drained` (its process left when it was told to) or `dead`."""
+    """`starting` (also again), `ready`, `asleep`, `draining`, `drained` (it left when it was told to) or `dead`."""
     cause: str = ""
     """Why it is dead or drained."""
     note: str = ""
@@ -163,3 +163,5 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     adapters: list[AdapterStatus] = []
     connections_refused: dict[str, dict[str, int]] = {}
     """By who listened (`proxy`, or a worker's id) and reason (`kvtransfer.trust.door`)."""
+    sleep: str = "awake"
+    """`awake`, `falling asleep`, `asleep` or `waking`."""

@@ -18,6 +18,7 @@ def worker_load(
     num_running: int,
     num_waiting: int,
     bad_frames: int,
+    asleep: bool = False,
 ) -> wire.WorkerLoad:
     """`num_blocks` are the engine's, `bad_frames` those that the host dropped itself."""
     ranks = list(channel.stats.values())
@@ -44,6 +45,7 @@ def worker_load(
         tokens_computed=pool.tokens_computed,
         refused=_sum_by_key([rank.refused for rank in ranks]),
         copies_in=_sum_by_key([rank.copies_in for rank in ranks]),
+        asleep=asleep,
     )
 
 

@@ -4,7 +4,9 @@ Internals of vLLM 0.32 this relies on: `AsyncEngineArgs.create_engine_config`,
 `EngineCoreClient.make_async_mp_client`, `AsyncMPClient.{add_request_async, abort_requests_async,
 get_output_async, call_utility_async, shutdown}`, `MsgpackEncoder/Decoder`, `EngineCoreRequest/Outputs`, and that
 `SchedulerConfig.scheduler_cls` is read when the engine core starts;
-`KVEventsConfig`, `Request.kv_cache_report_mode` from `sampling_params.extra_args`.
+`KVEventsConfig`, `Request.kv_cache_report_mode` from `sampling_params.extra_args`; for `cluster.host.slumber`
+`ModelConfig.enable_sleep_mode`, `EngineCore.{sleep, wake_up}` and that `CuMemAllocator` gives memory back at the same
+addresses.
 """
 
 import asyncio
@@ -114,6 +116,7 @@ class Engine:
             dtype=str(config.model_config.dtype),
             supported_tasks=self._supported_tasks,
             prefix_events=config.kv_events_config is not None,
+            can_sleep=bool(config.model_config.enable_sleep_mode),
         )
 
     def read_request(self, frames: Sequence[bytes]) -> EngineCoreRequest:

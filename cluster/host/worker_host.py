@@ -33,6 +33,7 @@ from cluster.host.drain_watch import DrainWatch
 from cluster.host.leaving import WorkerStopped, first_error
 from cluster.host.load_report import transfers_open, worker_load
 from cluster.host.rank_channel import RankChannel
+from cluster.host.slumber import Slumber
 from cluster.host.stepping_back import step_back
 from cluster.host.vllm_engine import Engine, EngineLost, RequestUnreadable, cache_event_config, engine_config
 from cluster.launch.logs import start_log
@@ -79,6 +80,9 @@ class WorkerHost:
         self._stop = asyncio.Event()
         self._drain = DrainWatch(
             settings.worker_id, settings.role, self._carried, self._say_hello, self._drop_everything
+        )
+        self._slumber = Slumber(
+            settings.worker_id, self._carried, self._call_engine, self._tell_proxy, self._cache_teller.engine_was_reset
         )
         self._last_work_s = -math.inf
         self._ranks_complete = asyncio.Event()
@@ -165,6 +169,7 @@ class WorkerHost:
         tasks.create_task(self._beat())
         tasks.create_task(self._pump_outputs())
         tasks.create_task(self._leave_when_drained())
+        tasks.create_task(self._slumber.run())
         self._at_work = True
         if self._engine is not None and (facts := self._engine.facts).prefix_events:
             cached = CachedBlocks(facts.block_size, facts.num_blocks)
@@ -269,7 +274,8 @@ class WorkerHost:
             case wire.TellCachedBlocks():
                 self._cache_teller.begin()
             case wire.Utility():
-                await self._utility(message)
+                if not self._slumber.takes(message):
+                    await self._utility(message)
             case wire.Drain(goal=goal, timeout_s=timeout_s):
                 self._drain.order(goal, timeout_s)
             case wire.NothingMore(drain=number):
@@ -290,6 +296,10 @@ class WorkerHost:
 
     async def _submit(self, request_id: str, frames: list[bytes]) -> None:
         assert self._engine is not None
+        if self._slumber.asleep:
+            log.warning("request_refused worker=%s request=%s error=asleep", self._settings.worker_id, request_id)
+            self._tell_proxy(wire.Outputs(self._epoch), self._engine.failure_frames(request_id))
+            return
         try:
             request = self._engine.read_request(frames)
         except RequestUnreadable as error:
@@ -300,6 +310,10 @@ class WorkerHost:
         self._active.add(request_id)
         self._worked()
         await self._engine.submit(request)
+
+    async def _call_engine(self, method: str, args: list[Any]) -> Any:
+        assert self._engine is not None
+        return await self._engine.call_utility(method, args)
 
     async def _utility(self, call: wire.Utility) -> None:
         assert self._engine is not None
@@ -394,6 +408,7 @@ class WorkerHost:
             num_running=self._num_running,
             num_waiting=self._num_waiting,
             bad_frames=self._bad_frames,
+            asleep=self._slumber.asleep,
         )
 
 

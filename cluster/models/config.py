@@ -44,6 +44,14 @@ class ModelConfig(ConfigNode):
     start_wait_s: float = Field(
         default=120.0, gt=0, description="A request waits so long for it at most, and then gets a 503."
     )
+    sleep: bool = Field(
+        default=False,
+        description="When it gives up its place its engines sleep (vLLM's sleep mode, on GPUs): weights wait in the "
+        "host's memory, and it is up again in seconds.",
+    )
+    wake_timeout_s: float = Field(
+        default=60.0, gt=0, description="With sleep: one that is not awake by then is stopped and started instead."
+    )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment of its processes, e.g. CUDA_VISIBLE_DEVICES."
     )
@@ -62,6 +70,12 @@ class ModelConfig(ConfigNode):
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"{name!r} cannot be set; a name is not empty and has no '=', and NUL stands nowhere")
         return env
+
+    @model_validator(mode="after")
+    def _who_sleeps_gives_up_its_place(self) -> "ModelConfig":
+        if self.sleep and self.policy == "pinned":
+            raise ValueError("sleep is set and a pinned model is always up; set policy=on_demand, or remove sleep")
+        return self
 
     @model_validator(mode="after")
     def _its_cluster_is_given_once(self) -> "ModelConfig":
@@ -110,6 +124,12 @@ class ModelsConfig(ConfigNode):
     server: FrontConfig = Field(default_factory=FrontConfig, description="The address of all of them.")
     max_waiting: int = Field(
         default=256, ge=1, description="Requests that may wait for one model to be up; the next one gets a 429."
+    )
+    max_asleep: int = Field(
+        default=1,
+        ge=0,
+        description="Models that sleep, or have slept since they were started: the host keeps the memory for their "
+        "weights, once per worker. Others are stopped instead.",
     )
     drain_timeout_s: float = Field(
         default=120.0, gt=0, description="A model that is removed breaks off what it has not finished by then."

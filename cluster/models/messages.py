@@ -9,7 +9,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     name: str
     policy: str
     state: str
-    """`down`, `making room`, `starting`, `up`, `stopping`; `draining` while it is being removed."""
+    """`down`, `making room`, `starting`, `up`, `stopping`, `falling asleep`, `asleep`, `waking`; `draining` while it is
+    being removed."""
     cost: int = 1
     cause: str = ""
     """Why it ended by itself the last time."""
@@ -19,6 +20,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """Requests that wait until it is up."""
     starts: int = 0
     """How often it was started."""
+    wakes: int = 0
+    """How often it was woken."""
     aliases: list[str] = []
     """Further names under which it can be asked for."""
     log: str = ""
@@ -33,7 +36,7 @@ class ModelList(msgspec.Struct, frozen=True):
     models: list[ModelStatus]
     capacity: int | None = None
     used: int = 0
-    """Sum of `cost` of the models that have processes."""
+    """Sum of `cost` of the models that have processes and do not sleep."""
 
 
 class ModelRemoval(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from cluster.launch.worker_plan import WorkerPlan
 from cluster.models.config import FrontConfig, ModelConfig, ModelsConfig
 from cluster.preflight.config_checks import check_config, vllm_option_problems
 from cluster.preflight.config_file import overridden, read_tree, validated
-from cluster.preflight.machine import Machine
+from cluster.preflight.machine import Machine, engines_use_gpus
 from cluster.preflight.model_facts import read_model_facts
 from cluster.preflight.problems import ConfigError, Problem
 from cluster.preflight.security_checks import API_KEY_VARIABLE, is_of_this_machine
@@ -18,6 +18,9 @@ from cluster.preflight.vllm_options import installed_vllm_options
 
 # The front sets the first and has the others itself.
 _OPTIONS_OF_THE_FRONT = ("uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "root_path")
+
+
+_SLEEP_MODE = "enable_sleep_mode"
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def read_model(name: str, model: ModelConfig, base: Path) -> ModelSpec:
         at = f"{file}: "
         tree = read_tree(file)
     tree["served_model_name"] = tree.get("served_model_name") or name
+    if model.sleep:
+        tree = _that_can_sleep(tree)
     cluster = validated(ClusterConfig, tree, at)
     problems = []
     if cluster.served_model_name != name:
@@ -106,6 +111,12 @@ def read_model(name: str, model: ModelConfig, base: Path) -> ModelSpec:
     if problems:
         raise ConfigError(problems)
     return ModelSpec(name, model, tree, cluster)
+
+
+def _that_can_sleep(tree: dict[str, Any]) -> dict[str, Any]:
+    """Engines that are simulated always can; real ones must be started so. What is malformed is for others to say."""
+    engine = tree.get("engine") or {}
+    return {**tree, "engine": {_SLEEP_MODE: True, **engine}} if isinstance(engine, dict) else tree
 
 
 def name_problems(specs: Sequence[ModelSpec]) -> list[Problem]:
@@ -169,6 +180,9 @@ def check_models(specs: Sequence[ModelSpec], machine: Machine) -> dict[str, list
     plans: dict[str, list[WorkerPlan]] = {}
     problems: list[Problem] = []
     for spec in specs:
+        if asked := sleep_problems(spec, on_gpus=not machine.on_cpu):
+            problems += asked
+            continue
         try:
             facts = read_model_facts(spec.cluster.model) if spec.cluster.model is not None else None
             here = _as_it_sees(machine, spec.config.env)
@@ -182,9 +196,18 @@ def check_models(specs: Sequence[ModelSpec], machine: Machine) -> dict[str, list
 
 def check_options(spec: ModelSpec) -> None:
     """Checks only what does not depend on what else runs on this machine; raises `ConfigError`."""
-    problems = vllm_option_problems(spec.cluster, installed_vllm_options())
+    problems = _below(spec.name, vllm_option_problems(spec.cluster, installed_vllm_options()))
+    problems += sleep_problems(spec, on_gpus=engines_use_gpus())
     if problems:
-        raise ConfigError(_below(spec.name, problems))
+        raise ConfigError(problems)
+
+
+def sleep_problems(spec: ModelSpec, *, on_gpus: bool) -> list[Problem]:
+    """A model whose engines cannot sleep, and shall."""
+    if not spec.config.sleep or on_gpus or spec.cluster.simulation.enabled:
+        return []
+    what = "its engines compute on CPUs, and vLLM's engines can sleep on GPUs only"
+    return [Problem(f"models.{spec.name}.sleep", what, "Remove it; the model is stopped and started again then")]
 
 
 def _as_it_sees(machine: Machine, env: Mapping[str, str]) -> Machine:

@@ -200,6 +200,9 @@ def engine_problems(
                 f"{CPU_BLOCK_SIZE}",
             )
         ]
+    if machine.on_cpu and plan.engine.get("enable_sleep_mode"):
+        what = "the engines compute on CPUs, and vLLM's engines can sleep on GPUs only"
+        return [Problem(path_of(config, plan, "enable_sleep_mode"), what, "Remove it")]
     asked = plan.engine.get("max_model_len")
     limit = model.max_positions if model is not None else None
     if isinstance(asked, int) and limit is not None and asked > limit and not _may_be_longer(plan, machine):

@@ -18,6 +18,7 @@ from cluster.frames import BadFrame, reader
 from cluster.host.drain import Carried
 from cluster.host.drain_watch import DrainWatch
 from cluster.host.leaving import WorkerStopped, first_error
+from cluster.host.slumber import Slumber
 from cluster.simulated.cache_news import CacheNewsTeller
 from cluster.simulated.engine.cost import CostModel
 from cluster.simulated.engine.paged_engine import SimulatedEngine
@@ -76,10 +77,12 @@ class SimulatedWorker:
         self._encoder = msgspec.msgpack.Encoder()
         self._read_frame = reader(msgspec.msgpack.Decoder[wire.ToWorker](wire.ToWorker))
         self._work_came = asyncio.Event()
-        self._asleep = False
         self._at_work = False
         self._drain = DrainWatch(name.worker_id, name.role, self._carried, self._say_hello, self._drop_everything)
         self._cache_news = CacheNewsTeller(self._engine.cached, self.epoch, self._tell_proxy)
+        self._slumber = Slumber(
+            name.worker_id, self._carried, self._sleep_or_wake, self._tell_proxy, self._cache_news.nudge
+        )
         self._last_work_s = -math.inf
         self._proxy_epoch = ""
         self._proxy_heard_at_s = 0.0
@@ -149,6 +152,7 @@ class SimulatedWorker:
         if self._settings.prefix_events:
             tasks.create_task(self._cache_news.run())
         tasks.create_task(self._leave_when_drained())
+        tasks.create_task(self._slumber.run())
         self._at_work = True
 
     async def _close(self, cause: str) -> None:
@@ -168,7 +172,7 @@ class SimulatedWorker:
         due_s = time.monotonic()
         while True:
             now_s = time.monotonic()
-            step = None if self._asleep else self._engine.plan(now_s)
+            step = None if self._slumber.asleep else self._engine.plan(now_s)
             self._desk.note_engine_events()
             if step is None:
                 self._work_came.clear()
@@ -237,7 +241,8 @@ class SimulatedWorker:
             case wire.TellCachedBlocks():
                 self._tell_cached_blocks()
             case wire.Utility():
-                self._utility(message)
+                if not self._slumber.takes(message):
+                    self._utility(message)
             case wire.Welcome(proxy_epoch=epoch):
                 if self._proxy_epoch and epoch != self._proxy_epoch:
                     await self._forget_proxy("another proxy took over")
@@ -254,6 +259,8 @@ class SimulatedWorker:
 
     def _submit(self, request_id: str, frames: list[bytes], now_s: float) -> None:
         try:
+            if self._slumber.asleep:
+                raise ValueError("the engine is asleep")
             self._engine.add(read_request(frames), now_s)
         except (RequestUnreadable, ValueError) as error:
             self._bad_frames += isinstance(error, RequestUnreadable)
@@ -277,12 +284,17 @@ class SimulatedWorker:
         else:
             error, result = answer_utility(call.method, args, self._engine)
         self._cache_news.nudge()
-        if call.method in ("sleep", "wake_up") and not error:
-            self._asleep = call.method == "sleep"
-            self._work_came.set()
-        elif call.method == "is_sleeping":
-            result = self._asleep
         self._tell_proxy(wire.UtilityReply(call.call_id, error, msgspec.Raw(msgspec.msgpack.encode(result))))
+
+    async def _sleep_or_wake(self, method: str, _args: list[Any]) -> bool:
+        """As vLLM's engine core does it: asleep its cache holds nothing, and waking takes its time."""
+        if method == "sleep" and not self._engine.reset_prefix_cache():
+            raise RuntimeError("blocks of the KV cache are in use")
+        if method == "wake_up":
+            simulation = self._settings.simulation
+            await asyncio.sleep(0 if simulation.speed == "instant" else simulation.wake_s / simulation.time_scale)
+            self._work_came.set()
+        return True
 
     # --- liveness --------------------------------------------------------------------------------
 
@@ -329,4 +341,5 @@ class SimulatedWorker:
             self._desk.imports,
             self._bad_frames,
             self._engine.tokens_computed,
+            asleep=self._slumber.asleep,
         )

@@ -39,6 +39,7 @@ def hello(
         supported_tasks=["generate"],
         prefix_events=settings.prefix_events,
         simulated=True,
+        can_sleep=True,
     )
     return wire.WorkerHello(
         protocol=wire.PROTOCOL_VERSION,
@@ -66,6 +67,8 @@ def load(
     imports: Imports,
     bad_frames: int,
     tokens_computed: int,
+    *,
+    asleep: bool = False,
 ) -> wire.WorkerLoad:
     """What it carries. `requests`: running and waiting."""
     leases = exports.leases
@@ -89,4 +92,5 @@ def load(
         copy_out_s={LINK: exports.copy_out_s} if exports.bytes_out else {},
         leases=leases,
         tokens_computed=tokens_computed,
+        asleep=asleep,
     )

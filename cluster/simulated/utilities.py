@@ -5,11 +5,11 @@ from typing import Any
 from cluster import messages as wire
 from cluster.simulated.engine.paged_engine import SimulatedEngine
 
-_NOTHING = frozenset({"reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up", "is_sleeping", "profile"})
+_NOTHING = frozenset({"reset_mm_cache", "reset_encoder_cache", "profile"})
 
 
 def answer_utility(method: str, args: list[Any], engine: SimulatedEngine) -> tuple[str, Any]:
-    """An error, empty on success, and the result. What a host has to do by itself is answered with None.
+    """An error, empty on success, and the result. Sleeping is no affair of this (`cluster.host.slumber`).
 
     Adapters are taken by name: there are no weights to read.
     """

@@ -9,12 +9,13 @@ from cluster.messages import LEAVE
 from cluster.status import ApiServerStatus, AutoscaleStatus, ClusterStatus, WorkerStatus
 from cluster.terminal.demo import describe
 
-_STATE_STYLE = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
+_STATE_STYLE = {"ready": "green", "starting": "yellow", "asleep": "blue", "draining": "yellow", "dead": "red"}
 
 
 def status_tables(status: ClusterStatus) -> RenderableType:
     """Workers with load and KV blocks, links, hand-overs, and the last request."""
-    head = Text(f"{status.model}: {status.requests_running} running, {status.requests_waiting} waiting")
+    sleep = "" if status.sleep == "awake" else f"{status.sleep}, "
+    head = Text(f"{status.model}: {sleep}{status.requests_running} running, {status.requests_waiting} waiting")
     parts: list[RenderableType] = [head, *_simulated(status), _workers(status), *_remarks(status), _links(status)]
     if status.classes:
         parts.append(_classes(status))

@@ -34,7 +34,7 @@ from proxy.flights.transitions import advance, passes_on
 from proxy.legs.vllm_continuation import continued_request, why_not_continued
 from proxy.legs.vllm_leg_requests import Unsendable, describe
 from proxy.metrics import ProxyMetrics
-from proxy.scheduling.place import CLOSED, Decision, Local, PrefillOnly, Wait
+from proxy.scheduling.place import Decision, Local, PrefillOnly, Reject, Wait
 from proxy.trips.front_end import FrontEnd
 from proxy.trips.siblings import Siblings
 from proxy.trips.trip import Trip
@@ -64,11 +64,11 @@ class Conductor:
         self._metrics = metrics
         self._witness = witness
 
-    def start(self, trip: Trip, *, closed: bool) -> None:
-        """A request has come; `closed`: no new ones are taken."""
+    def start(self, trip: Trip, *, refusal: Reject | None) -> None:
+        """A request has come; with `refusal` no new ones are taken."""
         self.trips[trip.request_id] = trip
-        if closed:
-            self._decided(Decision(trip.request_id, CLOSED))
+        if refusal is not None:
+            self._decided(Decision(trip.request_id, refusal))
         elif over := self._budgets.charge(trip, self.trips.get(self.siblings.leader_of(trip.group))):
             self.fail(trip, 429, over)
         elif self.siblings.join(trip):

@@ -25,6 +25,7 @@ from proxy.legs.vllm_leg_outputs import BadOutputs, OutputDecoder, is_plain, leg
 from proxy.legs.vllm_leg_requests import Unsendable
 from proxy.metrics import ProxyMetrics
 from proxy.scaling.observe import prompt_alone_s
+from proxy.scheduling.place import CLOSED, Reject
 from proxy.scheduling.slo import SloClass
 from proxy.scheduling.view import RequestShape
 from proxy.slo.account import Outcome
@@ -67,7 +68,7 @@ class Dispatcher:
         self._settings = settings
         self._metrics = metrics
         self._held_s = 0.0
-        self._closed = False
+        self._refusal: Reject | None = None
         self._decoder = OutputDecoder()
         pool.listen(self)
         self._placing.look_at_workers()
@@ -105,7 +106,7 @@ class Dispatcher:
         known = self.trips.get(request_id)
         if known is None:
             trip = self._trip(request_id, request, shape, group, choices, front_end or self._local)
-            self._conductor.start(trip, closed=self._closed)
+            self._conductor.start(trip, refusal=self._refusal)
         else:
             self._more_input(known, request)
         self._conductor.flush()
@@ -132,7 +133,17 @@ class Dispatcher:
 
     def close(self) -> None:
         """Takes no new requests any more; those that it has go on."""
-        self._closed = True
+        self._refusal = CLOSED
+
+    def hold_off(self, answer: Reject | None) -> None:
+        """Answers new requests with this from now on; None: takes them again, unless it was closed."""
+        if self._refusal is not CLOSED:
+            self._refusal = answer
+
+    @property
+    def num_requests(self) -> int:
+        """That have not ended."""
+        return len(self.trips)
 
     def abort(self, request_ids: Iterable[str], *, answered: bool = False) -> None:
         """Ends requests on every worker. Unknown ids have ended already.

@@ -1,7 +1,8 @@
 """`POST /twinpool/...` and `/admin/scale`: orders about workers."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,10 +18,15 @@ from cluster.orders import (
     RestartOrder,
     RoleOrder,
     ScaleOrder,
+    SleepOrder,
+    Slept,
+    WakeOrder,
 )
 from proxy.workers.administration import Administration, OrderRefused
+from proxy.workers.sleeping import Sleeping
 
 Order = TypeVar("Order", DrainOrder, RoleOrder, RestartOrder, ScaleOrder, CloseOrder)
+Turn = TypeVar("Turn", SleepOrder, WakeOrder)
 
 
 def add_order_routes(app: FastAPI, administration: Administration, close: Callable[[], None]) -> None:
@@ -60,9 +66,36 @@ def add_order_routes(app: FastAPI, administration: Administration, close: Callab
         return await carry_out(request, CloseOrder, act)
 
 
+def add_sleep_routes(app: FastAPI, sleeping: Sleeping) -> None:
+    """Both answer when it is done. An order goes on when whoever gave it leaves."""
+    under_way: set[asyncio.Task[Slept]] = set()
+
+    async def carry_out(
+        request: Request, kind: type[Turn], act: Callable[[Turn], Coroutine[Any, Any, Slept]]
+    ) -> Response:
+        try:
+            order = msgspec.json.decode(await request.body() or b"{}", type=kind)
+            task = asyncio.create_task(act(order), name=request.url.path)
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+            return _reply(200, await asyncio.shield(task))
+        except msgspec.DecodeError as error:
+            return _reply(400, _refusal(400, f"this is no order for {request.url.path}: {error}"))
+        except OrderRefused as refused:
+            return _reply(refused.status, _refusal(refused.status, str(refused)))
+
+    @app.post("/twinpool/sleep")
+    async def sleep(request: Request) -> Response:
+        return await carry_out(request, SleepOrder, sleeping.sleep)
+
+    @app.post("/twinpool/wake")
+    async def wake(request: Request) -> Response:
+        return await carry_out(request, WakeOrder, sleeping.wake)
+
+
 def _refusal(code: int, message: str) -> Refusal:
     return Refusal(RefusalText(message, code))
 
 
-def _reply(status: int, body: Accepted | Refusal) -> Response:
+def _reply(status: int, body: Accepted | Slept | Refusal) -> Response:
     return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

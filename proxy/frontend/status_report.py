@@ -18,6 +18,7 @@ def report(
     dispatcher: Dispatcher,
     administration: Administration,
     api_servers: Sequence[ApiServerStatus] = (),
+    sleep: str = "awake",
 ) -> ClusterStatus:
     """The cluster as the proxy sees it now."""
     roster = pool.roster
@@ -58,6 +59,7 @@ def report(
         api_servers=list(api_servers),
         adapters=pool.adapters.statuses(),
         connections_refused=pool.refused,
+        sleep=sleep,
     )
 
 
@@ -74,6 +76,8 @@ def _missing(worker_id: str, causes: Mapping[str, str], note: LaunchNote) -> Wor
 
 
 def _state(worker: Worker, note: LaunchNote) -> str:
+    if worker.alive and worker.load is not None and worker.load.asleep:
+        return "asleep"
     if worker.alive:
         return "ready" if worker.takes_requests else "draining"
     if note.starting:

@@ -27,7 +27,13 @@ TRANSFER_PARAMS_GUARD = "proxy.middleware.transfer_params_guard.TransferParamsGu
 QUIET = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
 
 # The proxy's own engine configuration decides limits and templates only; these would make vLLM look for devices.
-WORKERS_ONLY = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "kv_transfer_config")
+WORKERS_ONLY = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "kv_transfer_config",
+    "enable_sleep_mode",
+)
 
 
 class ServerOptionError(Exception):

@@ -206,10 +206,10 @@ class FrontEndClient(EngineCoreClient):  # type: ignore[misc]  # vLLM is not typ
         await self._call_all("reset_encoder_cache")
 
     async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
-        await self._call_all("sleep", level, mode)
+        raise UtilityError("workers sleep together and when nothing is open: POST /twinpool/sleep")
 
     async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        return all(await self._call_all("wake_up", tags))
+        raise UtilityError("workers wake together: POST /twinpool/wake")
 
     async def is_sleeping_async(self) -> bool:
         return any(await self._call_all("is_sleeping"))

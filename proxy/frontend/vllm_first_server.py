@@ -19,7 +19,7 @@ from cluster.config import ClusterConfig
 from cluster.messages import EngineFacts
 from proxy.api_servers.vllm_hub import ApiServerHub
 from proxy.dispatch.settings import DispatchSettings
-from proxy.frontend.order_routes import add_order_routes
+from proxy.frontend.order_routes import add_order_routes, add_sleep_routes
 from proxy.frontend.status_report import report
 from proxy.frontend.vllm_core_client import ClusterClient
 from proxy.frontend.vllm_self_test import SELF_TEST_TOKENS, generate_two, self_test
@@ -29,6 +29,7 @@ from proxy.health.probes import probe_routes
 from proxy.metrics import ProxyMetrics
 from proxy.supervision import ProxyStartError
 from proxy.workers.administration import Administration
+from proxy.workers.sleeping import Sleeping
 from proxy.workers.steering import Steering, scaling_rules
 from proxy.workers.worker_pool import WorkerPool
 
@@ -43,7 +44,8 @@ class FirstServer(VllmServer):
     ) -> None:
         """See `VllmServer`."""
         super().__init__(config, model_path, listening, seat)
-        self._start_timeout_s, self._liveness = config.start_timeout_s, config.liveness
+        self._start_timeout_s, self._drain_timeout_s = config.start_timeout_s, config.drain_timeout_s
+        self._liveness = config.liveness
         self._scaling = partial(scaling_rules, config) if config.autoscale.enabled else None
 
     async def serve(
@@ -69,15 +71,17 @@ class FirstServer(VllmServer):
         num_tokens = max(SELF_TEST_TOKENS, settings.policy.remote_prefill_min_tokens)
         serving = asyncio.Event()
         steers = self._steer(client, administration, metrics, serving)
+        sleeping = Sleeping(pool, administration, client.dispatcher, self._drain_timeout_s)
+        steers.append(asyncio.create_task(sleeping.run(), name="sleep"))
         supervised = (*supervised, *steers)
-        health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised)
+        health = ClusterHealth(pool, client.dispatcher, self._liveness, supervised, lambda: sleeping.state)
         readiness = health.readiness(partial(self._probe, num_tokens))
         if hub is not None:
             hub.open(client.dispatcher, pool, facts, len(pool.roster.expected), stop)
 
         def dress(app: FastAPI) -> FastAPI:
-            self._add_routes(app, client, pool, administration, hub)
-            app.router.routes[:0] = probe_routes(health.faults, readiness)
+            self._add_routes(app, client, pool, administration, sleeping, hub)
+            app.router.routes[:0] = probe_routes(health.faults, readiness, health.sleep)
             if hub is not None:
                 hub.answer_with(app)
             return app
@@ -118,6 +122,7 @@ class FirstServer(VllmServer):
         client: ClusterClient,
         pool: WorkerPool,
         administration: Administration,
+        sleeping: Sleeping,
         hub: ApiServerHub | None,
     ) -> None:
         """The cluster's own routes. Further API server processes pass requests for them on to this one."""
@@ -126,10 +131,11 @@ class FirstServer(VllmServer):
         @app.get("/twinpool/status")
         async def status() -> Response:
             others = hub.statuses(administration.notes()) if hub is not None else []
-            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others))
+            body = msgspec.json.encode(report(model, pool, client.dispatcher, administration, others, sleeping.state))
             return Response(body, media_type="application/json")
 
         add_order_routes(app, administration, client.dispatcher.close)
+        add_sleep_routes(app, sleeping)
 
     async def _probe(self, num_tokens: int) -> None:
         """One generation for `/ready`."""

@@ -11,11 +11,13 @@ from proxy.health.verdict import cluster_faults
 from proxy.scheduling.view import Role
 from proxy.workers.worker_pool import WorkerPool
 
+AWAKE = "awake"
+
 
 class ClusterHealth:
     """Reads what the dispatcher and the roster know.
 
-    `supervised` are the tasks that must not end while the proxy serves.
+    `supervised` are the tasks that must not end while the proxy serves; `sleep` is `proxy.workers.sleeping`'s state.
     """
 
     def __init__(
@@ -24,11 +26,18 @@ class ClusterHealth:
         dispatcher: Dispatcher,
         liveness: LivenessConfig,
         supervised: Sequence["asyncio.Task[Any]"],
+        sleep: Callable[[], str] = lambda: AWAKE,
     ) -> None:
         self._roster = pool.roster
         self._dispatcher = dispatcher
         self._liveness = liveness
         self._supervised = supervised
+        self._sleep = sleep
+
+    def sleep(self) -> str:
+        """`asleep`, or on the way there or back; empty: neither."""
+        state = self._sleep()
+        return "" if state == AWAKE else state
 
     def faults(self) -> list[str]:
         """Why the server should be restarted; empty if it should not."""
@@ -49,5 +58,7 @@ class ClusterHealth:
 
     def _obstacle(self) -> str:
         roles: tuple[Role, ...] = ("prefill", "decode") if self._roster.expects_prefill else ("decode",)
+        if sleep := self.sleep():
+            return f"the cluster is {sleep}; POST /twinpool/wake wakes it, with several models a request does"
         missing = [role for role in roles if not self._roster.taking_requests(role)]
         return f"no {' and no '.join(missing)} worker takes requests" if missing else ""

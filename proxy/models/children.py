@@ -8,9 +8,10 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import yaml
@@ -19,6 +20,7 @@ from cluster.launch import watchdog
 from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit
 from cluster.models.models_file import ModelSpec
 from cluster.preflight.security_checks import API_KEY_VARIABLE
+from proxy.models.turning import NotTurned, put_to_sleep, wake
 
 log = logging.getLogger("twinpool.models")
 
@@ -34,6 +36,9 @@ _THEIR_IDLE_CONNECTION_S = 120
 # After a SIGKILL to a cluster, its watchdog ends what it had started.
 _AFTER_A_KILL_S = watchdog.GRACE_S + watchdog.DEATH_S
 _LINES_OF_A_CAUSE = 4
+
+
+Turn = Callable[[aiohttp.ClientSession, ModelSpec], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -62,6 +67,8 @@ class Children:
         on_down: nothing is left of it; with the cause, if nobody had told it to stop.
         on_failure: a task of ours failed; nothing can be relied on then.
         silent_after_s: one that answers nothing for so long is killed.
+        on_asleep, on_woken: it sleeps, or serves again; with the seconds that this took.
+        on_stuck: it does not, for this cause.
     """
 
     def __init__(
@@ -72,6 +79,9 @@ class Children:
         on_down: Callable[[str, str], None],
         on_failure: Callable[[BaseException], None],
         silent_after_s: float,
+        on_asleep: Callable[[str, float], None] = lambda _name, _took_s: None,
+        on_woken: Callable[[str, float], None] = lambda _name, _took_s: None,
+        on_stuck: Callable[[str, str], None] = lambda _name, _cause: None,
     ) -> None:
         self.launcher = LocalLauncher(self._on_exit)
         self._runtime_dir = runtime_dir
@@ -80,9 +90,12 @@ class Children:
         self._on_down = on_down
         self._on_failure = on_failure
         self._silent_after_s = silent_after_s
+        self._on_asleep = on_asleep
+        self._on_woken = on_woken
+        self._on_stuck = on_stuck
         self._children: dict[str, Child] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stops: set[asyncio.Task[None]] = set()
+        self._orders: set[asyncio.Task[None]] = set()
         self._number = 0
 
     def find(self, name: str) -> Child | None:
@@ -117,9 +130,39 @@ class Children:
         """Ends a model's cluster; `on_down` follows."""
         child = self._children[name]
         child.stopping = True
-        task = asyncio.create_task(self._end(child), name=f"stop model {name}")
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
+        self._spawn(self._end(child), f"stop model {name}")
+
+    def sleep(self, name: str) -> None:
+        """Puts a model's workers to sleep; `on_asleep`, `on_stuck` or `on_down` follows."""
+        self._turn(name, put_to_sleep, self._on_asleep)
+
+    def wake(self, name: str) -> None:
+        """Wakes them; `on_woken`, `on_stuck` or `on_down` follows."""
+        self._turn(name, wake, self._on_woken)
+
+    def _turn(self, name: str, turn: Turn, on_done: Callable[[str, float], None]) -> None:
+        child = self._children[name]
+
+        async def carry_out() -> None:
+            began_s = time.monotonic()
+            try:
+                await turn(child.session, child.spec)
+            except NotTurned as error:
+                if self._is_there(child):
+                    self._on_stuck(name, str(error))
+                return
+            if self._is_there(child):
+                on_done(name, time.monotonic() - began_s)
+
+        self._spawn(carry_out(), f"turn model {name}")
+
+    def _is_there(self, child: Child) -> bool:
+        return self._children.get(child.spec.name) is child and not child.stopping
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
         task.add_done_callback(self._supervise)
 
     async def close(self, grace_s: float) -> None:
@@ -128,7 +171,7 @@ class Children:
         try:
             await self.launcher.stop(min(grace_s, longest_s))
         finally:
-            tasks = [*self._tasks.values(), *self._stops]
+            tasks = [*self._tasks.values(), *self._orders]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

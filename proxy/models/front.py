@@ -156,7 +156,7 @@ class Front:
 
     async def _carry_out(self, target: Target, scope: Scope, body: bytes, send: Send) -> None:
         if target.observes:
-            child = self._keeper.child(target.model)
+            child = self._keeper.child(target.model, or_asleep=True)
             if child is None:
                 text = f"The model {target.model} is not up, and requests of this kind do not start it"
                 await self._refuse(scope, send, target.model, Refused(503, "not_up", text, 5.0))

@@ -14,10 +14,19 @@ from cluster.preflight.problems import ConfigError, Problem
 from proxy.models.answers import Admitted, Answer, Refused, Waits
 from proxy.models.children import Child
 from proxy.models.metrics import FrontMetrics
-from proxy.models.residency import Residency, Resident, Start, State, Stop
+from proxy.models.residency import Residency
+from proxy.models.residents import Order, Resident, Sleep, Start, State, Stop, Wake
 from proxy.models.terms import Terms
 
 log = logging.getLogger("twinpool.models")
+
+_WHY = {
+    "evicted": "another model needs its place",
+    "idle": "nobody asked for it",
+    "removed": "it is removed",
+    "displaced": "another model sleeps in its stead (max_asleep)",
+    "stuck": "it did not fall asleep or wake up",
+}
 
 
 class RequestRefused(Exception):
@@ -48,6 +57,12 @@ class Processes(Protocol):
     def stop(self, name: str) -> None:
         """`Keeper.down` follows."""
 
+    def sleep(self, name: str) -> None:
+        """`Keeper.asleep`, `Keeper.stuck` or `Keeper.down` follows."""
+
+    def wake(self, name: str) -> None:
+        """`Keeper.woken`, `Keeper.stuck` or `Keeper.down` follows."""
+
 
 class Keeper:
     """Owns the map of models. Lives in one event loop.
@@ -60,7 +75,7 @@ class Keeper:
         self._metrics = metrics
         self._say = say
         self._loop = asyncio.get_running_loop()
-        self._residency = Residency(config.capacity or math.inf, config.max_waiting)
+        self._residency = Residency(config.capacity or math.inf, config.max_waiting, config.max_asleep)
         self._specs: dict[str, ModelSpec] = {}
         self._learned: dict[str, set[str]] = {}
         self._waiters: dict[int, asyncio.Future[Admitted | Refused]] = {}
@@ -153,10 +168,11 @@ class Keeper:
 
     # Requests.
 
-    def child(self, name: str) -> Child | None:
-        """The cluster of a model that is up."""
+    def child(self, name: str, *, or_asleep: bool = False) -> Child | None:
+        """The cluster of a model that is up; `or_asleep`: also of one that sleeps."""
         resident = self._residency.find(name)
-        return self._processes.find(name) if resident is not None and resident.state is State.UP else None
+        states = (State.UP, State.ASLEEP) if or_asleep else (State.UP,)
+        return self._processes.find(name) if resident is not None and resident.state in states else None
 
     @asynccontextmanager
     async def place(self, name: str) -> AsyncIterator[Child]:
@@ -194,6 +210,29 @@ class Keeper:
         self._say(f"{name} is up after {took_s:.1f} s")
         self._act()
 
+    def asleep(self, name: str, took_s: float) -> None:
+        """A model sleeps."""
+        self._residency.fell_asleep(name, self._loop.time())
+        self._say(f"{name} is asleep after {took_s:.1f} s")
+        self._act()
+
+    def woken(self, name: str, took_s: float) -> None:
+        """A model that slept serves again."""
+        resident = self._residency.find(name)
+        if resident is None or resident.state is not State.WAKING:
+            return  # it was told to stop meanwhile
+        self._metrics.wake_seconds.labels(name).observe(took_s)
+        self._residency.came_up(name, self._loop.time())
+        self._say(f"{name} is awake after {took_s:.1f} s")
+        self._act()
+
+    def stuck(self, name: str, cause: str) -> None:
+        """A model did not fall asleep, or did not wake up."""
+        if self._residency.find(name) is not None:
+            self._residency.got_stuck(name, cause)
+            self._say(f"{name}: {cause}")
+            self._act()
+
     def down(self, name: str, cause: str) -> None:
         """Nothing is left of a model's processes."""
         resident = self._residency.find(name)
@@ -218,6 +257,7 @@ class Keeper:
             idle_s=spec.config.idle_s,
             on_starting=spec.config.on_starting,
             start_wait_s=spec.config.start_wait_s,
+            sleeps=spec.config.sleep,
         )
         self._residency.add(spec.name, terms, self._loop.time())
         self._specs[spec.name] = spec
@@ -232,12 +272,7 @@ class Keeper:
         for name in step.off_the_map:
             self._say(f"{name} has finished its requests and is removed")
         for order in step.orders:
-            if isinstance(order, Start):
-                self._metrics.starts.labels(order.name).inc()
-                self._say(f"{order.name} is started")
-                self._processes.start(self._specs[order.name])
-            else:
-                self._stop(order)
+            self._give(order)
         for name in [name for name in self._specs if self._residency.find(name) is None]:
             del self._specs[name]
         if self._timer is not None:
@@ -247,11 +282,24 @@ class Keeper:
             self._timer = self._loop.call_at(step.look_again_s, self._act)
         self._changed.set()
 
-    def _stop(self, order: Stop) -> None:
-        self._metrics.stops.labels(order.name, order.reason).inc()
-        why = {"evicted": "another model needs its place", "idle": "nobody asked for it", "removed": "it is removed"}
-        self._say(f"{order.name} is stopped: {why[order.reason]}")
-        self._processes.stop(order.name)
+    def _give(self, order: Order) -> None:
+        match order:
+            case Start(name):
+                self._metrics.starts.labels(name).inc()
+                self._say(f"{name} is started")
+                self._processes.start(self._specs[name])
+            case Stop(name, reason):
+                self._metrics.stops.labels(name, reason).inc()
+                self._say(f"{name} is stopped: {_WHY[reason]}")
+                self._processes.stop(name)
+            case Sleep(name, reason):
+                self._metrics.sleeps.labels(name, reason).inc()
+                self._say(f"{name} is put to sleep: {_WHY[reason]}")
+                self._processes.sleep(name)
+            case Wake(name):
+                self._metrics.wakes.labels(name).inc()
+                self._say(f"{name} is woken")
+                self._processes.wake(name)
 
     def _status_of(self, resident: Resident) -> ModelStatus:
         child = self._processes.find(resident.name)
@@ -265,6 +313,7 @@ class Keeper:
             running=len(resident.running),
             waiting=len(resident.waiting),
             starts=resident.starts,
+            wakes=resident.wakes,
             aliases=self._specs[resident.name].aliases,
             log=str(child.log_path) if child is not None else "",
         )

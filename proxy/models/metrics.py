@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from proxy.models.residency import Resident, State
+from proxy.models.residents import Resident, State
 
 _SECONDS = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -31,7 +31,15 @@ class FrontMetrics:
         )
         self.starts = counter("starts", "Starts of a model's cluster.", "model")
         self.failures = counter("failures", "Ends of a model's cluster that nobody had asked for.", "model")
-        self.stops = counter("stops", "Clusters stopped, and why: evicted, idle, removed.", "model", "reason")
+        self.stops = counter(
+            "stops", "Clusters stopped, and why: evicted, idle, removed, displaced, stuck.", "model", "reason"
+        )
+        self.sleeps = counter("sleeps", "Clusters put to sleep, and why: evicted, idle.", "model", "reason")
+        self.wakes = counter("wakes", "Clusters woken.", "model")
+        self.wake_seconds = Histogram(
+            "twinpool_front_wake_seconds", "Seconds from waking to serving.", ("model",),
+            registry=registry, buckets=(0.1, 0.25, 0.5, *_SECONDS),
+        )  # fmt: skip
         self.start_seconds = Histogram(
             "twinpool_front_start_seconds", "Seconds from start to serving.", ("model",),
             registry=registry, buckets=_SECONDS,
@@ -39,7 +47,7 @@ class FrontMetrics:
         self._running = gauge("requests_running", "Requests that a model has.", "model")
         self._waiting = gauge("requests_waiting", "Requests that wait until a model is up.", "model")
         self._state = gauge("model_state", "1 for the state that a model is in.", "model", "state")
-        self._used = gauge("capacity_used", "Cost of the models that have processes.")
+        self._used = gauge("capacity_used", "Cost of the models that have processes and do not sleep.")
 
     def text(self, residents: Iterable[Resident], used: int) -> bytes:
         """Everything, in Prometheus' text format."""

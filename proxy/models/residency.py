@@ -1,123 +1,45 @@
 """Decides which models are up, and what becomes of requests for those that are not. Pure: time is passed in.
 
-Whoever uses it tells what happens (`arrive`, `leave`, `came_up`, `ended`, `add`, `remove`) and calls `step` afterwards,
-and again at `look_again_s`; `step` says which models to start and to stop, and who of those that waited may go on.
+Whoever uses it tells what happens (`arrive`, `leave`, `came_up`, `fell_asleep`, `got_stuck`, `ended`, `add`, `remove`)
+and calls `step` afterwards, and again at `look_again_s`; `step` says which models to start, to stop, to put to sleep,
+to wake, and who of those that waited may go on.
 
-A model takes its cost of the capacity from its start until nothing is left of it. One that makes room already has its
-place, while those that had it before are still stopping; so two models never stop others for the same place.
+A model takes its cost of the capacity from its start until it sleeps, or nothing is left of it. One that makes room
+already has its place, while those that had it before are still stopping; so two models never stop others for the same
+place. Beds are counted likewise: one who is to sleep waits until whoever leaves a bed for him is gone.
 """
 
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from proxy.models.answers import Admitted, Answer, Refused, Verdict, Waits
+from proxy.models.residents import Order, Resident, Sleep, Start, State, Step, Stop, Wake
 from proxy.models.terms import Terms
 
 BACKOFF_S = (1.0, 3.0, 10.0, 30.0, 60.0)
 """After so many failures in a row a model is not started for so long; the last one stays."""
 STEADY_S = 60.0
 """A model that was up for so long did not fail in a row with the time before."""
-FIRST_START_S = 30.0
-"""How long a start is believed to take until one has been seen."""
-
-
-class State(StrEnum):
-    """Of the processes of a model."""
-
-    DOWN = "down"
-    ROOM = "making room"
-    """It has its place; others that had it are stopping."""
-    STARTING = "starting"
-    UP = "up"
-    STOPPING = "stopping"
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start its processes; `came_up` or `ended` follows."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End its processes; `ended` follows."""
-
-    name: str
-    reason: str
-    """`evicted`, `idle` or `removed`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What is to be done now."""
-
-    orders: tuple[Start | Stop, ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
-    off_the_map: tuple[str, ...] = ()
-    """Removed models that have finished their requests; they are told before their processes are stopped."""
-    look_again_s: float | None = None
-    """Call `step` then, on the clock of its argument, unless something happens before."""
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    """A model and what happens to it. To be read by others, never written."""
-
-    name: str
-    terms: Terms
-    state: State = State.DOWN
-    running: set[int] = field(default_factory=set)
-    """Tickets of requests that it has."""
-    waiting: dict[int, float] = field(default_factory=dict)
-    """Tickets of those that wait until it is up, oldest first, and until when they do."""
-    wanted_until_s: float = -math.inf
-    """Somebody who did not wait asked for it, and may come again until then."""
-    wanted_since_s: float = math.inf
-    since_s: float = 0.0
-    """When it entered its state."""
-    used_s: float = 0.0
-    """When it last had a request."""
-    start_took_s: float = FIRST_START_S
-    failures: int = 0
-    not_before_s: float = -math.inf
-    cause: str = ""
-    removed_by_s: float | None = None
-    """It is being removed: it takes no new requests, and is off the map by then at the latest."""
-    listed: bool = True
-    starts: int = 0
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether it shall be up without being asked for."""
-        return self.terms.policy == "pinned" and self.removed_by_s is None
-
-    def is_wanted(self, now_s: float) -> bool:
-        """Whether there is a reason to start it."""
-        return bool(self.waiting) or self.is_pinned or (self.wanted_until_s > now_s and self.removed_by_s is None)
-
-    @property
-    def may_go_from_s(self) -> float:
-        """From when on others may have its place; infinite while it has requests, or for good."""
-        if self.state is not State.UP or self.is_pinned or self.running or self.waiting:
-            return math.inf
-        return self.since_s + self.terms.min_residency_s
+_PLACED = (State.ROOM, State.STARTING, State.WAKING, State.UP)
 
 
 class Residency:
     """All models of a front."""
 
-    def __init__(self, capacity: float = math.inf, max_waiting: int = 256) -> None:
-        """`capacity` is in units of cost; `max_waiting` requests may wait for one model."""
+    def __init__(self, capacity: float = math.inf, max_waiting: int = 256, max_asleep: int = 0) -> None:
+        """`capacity` is in units of cost; `max_waiting` requests may wait for one model; so many models may sleep, or
+        have slept since their start."""
         self._capacity = capacity
         self._max_waiting = max_waiting
+        self._max_asleep = max_asleep
         self._residents: dict[str, Resident] = {}
         self._tickets = itertools.count(1)
         self._owners: dict[int, Resident] = {}
         self._verdicts: list[Verdict] = []
+        self._stuck: list[Resident] = []
+        self._bedtimes: dict[str, str] = {}
+        """Models that are about to fall asleep and wait for a bed, and why."""
         self._closed = False
 
     def __iter__(self) -> Iterator[Resident]:
@@ -129,8 +51,8 @@ class Residency:
 
     @property
     def load(self) -> int:
-        """Cost of the models that have processes."""
-        return sum(r.terms.cost for r in self._residents.values() if _has_processes(r))
+        """Cost of the models that have a place: those with processes, unless they sleep."""
+        return sum(r.terms.cost for r in self._residents.values() if r.has_place)
 
     # What happens.
 
@@ -187,19 +109,36 @@ class Residency:
         resident.waiting.pop(ticket, None)
 
     def came_up(self, name: str, now_s: float) -> None:
-        """Its processes serve."""
+        """Its processes serve, for the first time or again."""
         resident = self._residents[name]
-        if resident.state is not State.STARTING:
+        if resident.state is State.STARTING:
+            resident.start_took_s = now_s - resident.since_s
+        elif resident.state is State.WAKING:
+            resident.wake_took_s = now_s - resident.since_s
+        else:
             return  # it was told to stop meanwhile
-        resident.start_took_s = now_s - resident.since_s
         resident.wanted_until_s = -math.inf
         resident.used_s = now_s
         self._enter(resident, State.UP, now_s)
 
+    def fell_asleep(self, name: str, now_s: float) -> None:
+        """It sleeps; its place is free."""
+        resident = self._residents[name]
+        if resident.state is State.FALLING_ASLEEP and resident.has_bed:
+            resident.has_place = False
+            self._enter(resident, State.ASLEEP, now_s)
+
+    def got_stuck(self, name: str, cause: str) -> None:
+        """It did not fall asleep, or did not wake up. It is stopped, and started when it is wanted."""
+        resident = self._residents[name]
+        if resident.state in (State.FALLING_ASLEEP, State.WAKING) and resident.has_bed:
+            resident.cause = cause
+            self._stuck.append(resident)
+
     def ended(self, name: str, now_s: float, cause: str = "") -> None:
         """Nothing is left of its processes. `cause` says why, if nobody asked for it."""
         resident = self._residents[name]
-        if resident.state is not State.STOPPING:
+        if resident.state in (State.STARTING, State.UP):
             if resident.state is State.UP and now_s - resident.since_s >= STEADY_S:
                 resident.failures = 0
             resident.failures += 1
@@ -207,6 +146,13 @@ class Residency:
             resident.not_before_s = now_s + BACKOFF_S[min(resident.failures, len(BACKOFF_S)) - 1]
             for ticket in list(resident.waiting):
                 self._refuse(ticket, resident, self._failed(resident, now_s))
+        elif resident.state is not State.STOPPING:
+            resident.cause = cause  # of one that slept: whoever waits for it waits until it is started instead
+        resident.has_bed = False
+        self._bedtimes.pop(name, None)
+        if resident.state is State.ROOM:
+            return  # it has its place and is started when that is free
+        resident.has_place = False
         self._enter(resident, State.DOWN, now_s)
         if not resident.listed:
             del self._residents[name]
@@ -223,14 +169,19 @@ class Residency:
 
     def step(self, now_s: float) -> Step:
         """What is to be done now. Everything it says counts as under way."""
-        orders: list[Start | Stop] = []
+        orders: list[Order] = []
         gone: list[str] = []
         for resident in list(self._residents.values()):
             self._let_on(resident, now_s)
         if not self._closed:
+            for resident in self._stuck:
+                if resident.state in (State.FALLING_ASLEEP, State.WAKING):
+                    self._stop(resident, "stuck", now_s, orders)
+            self._stuck = []
             for resident in list(self._residents.values()):
                 self._let_go(resident, now_s, orders, gone)
             self._make_room(now_s, orders)
+            self._put_to_bed(orders)
             self._start(now_s, orders)
         verdicts, self._verdicts = tuple(self._verdicts), []
         return Step(tuple(orders), verdicts, tuple(gone), self._look_again_s(now_s))
@@ -244,7 +195,7 @@ class Residency:
             elif until_s <= now_s:
                 self._refuse(ticket, resident, self._not_up(resident, now_s, "waited_too_long"))
 
-    def _let_go(self, resident: Resident, now_s: float, orders: list[Start | Stop], gone: list[str]) -> None:
+    def _let_go(self, resident: Resident, now_s: float, orders: list[Order], gone: list[str]) -> None:
         """Stops who is removed and has finished, and who has been idle for too long."""
         removed_by_s = resident.removed_by_s
         if removed_by_s is not None and resident.listed:
@@ -254,14 +205,14 @@ class Residency:
             gone.append(resident.name)
             for ticket in list(resident.waiting):
                 self._refuse(ticket, resident, Refused.removed(resident.name))
-            if resident.state in (State.STARTING, State.UP):
-                self._stop(resident, "removed", now_s, orders)
-            elif resident.state is not State.STOPPING:
+            if not resident.has_processes:
                 del self._residents[resident.name]
+            elif resident.state is not State.STOPPING:
+                self._stop(resident, "removed", now_s, orders)
         elif resident.terms.policy == "scale_to_zero" and self._idle_until_s(resident) <= now_s:
-            self._stop(resident, "idle", now_s, orders)
+            self._clear_place(resident, "idle", now_s, orders)
 
-    def _make_room(self, now_s: float, orders: list[Start | Stop]) -> None:
+    def _make_room(self, now_s: float, orders: list[Order]) -> None:
         """Gives places to those that are wanted, who has waited longest first."""
         for wanted in self._wanted(now_s):
             missing = self._planned(without=wanted) + wanted.terms.cost - self._capacity
@@ -269,14 +220,14 @@ class Residency:
             if victims is None:
                 continue
             for victim in victims:
-                self._stop(victim, "evicted", now_s, orders)
+                self._clear_place(victim, "evicted", now_s, orders)
             self._enter(wanted, State.ROOM, now_s)
 
     def _wanted(self, now_s: float) -> list[Resident]:
         found = [
             resident
             for resident in self._residents.values()
-            if resident.state is State.DOWN and resident.is_wanted(now_s) and resident.not_before_s <= now_s
+            if resident.is_out and resident.is_wanted(now_s) and resident.not_before_s <= now_s
         ]
         return sorted(found, key=lambda resident: (not resident.is_pinned, resident.wanted_since_s))
 
@@ -300,28 +251,65 @@ class Residency:
                 chosen.remove(resident)
         return chosen
 
-    def _start(self, now_s: float, orders: list[Start | Stop]) -> None:
-        """Starts those whose room is free."""
+    def _clear_place(self, resident: Resident, reason: str, now_s: float, orders: list[Order]) -> None:
+        """Its place becomes free: it falls asleep, or else it is stopped."""
+        if resident.terms.sleeps and self._find_bed(resident, now_s, orders):
+            resident.failures, resident.cause = 0, ""
+            self._enter(resident, State.FALLING_ASLEEP, now_s)
+            self._bedtimes[resident.name] = reason
+        else:
+            self._stop(resident, reason, now_s, orders)
+
+    def _find_bed(self, resident: Resident, now_s: float, orders: list[Order]) -> bool:
+        """Whether there is one for it, or will be: whoever slept longest without being asked for leaves his."""
+        if resident.has_bed:
+            return True
+        staying = [r for r in self._residents.values() if r.state is not State.STOPPING]
+        if sum(r.has_bed or r.state is State.FALLING_ASLEEP for r in staying) < self._max_asleep:
+            return True
+        sleepers = [r for r in staying if r.state is State.ASLEEP and not r.is_wanted(now_s)]
+        if not sleepers:
+            return False
+        self._stop(min(sleepers, key=lambda sleeper: sleeper.used_s), "displaced", now_s, orders)
+        return True
+
+    def _put_to_bed(self, orders: list[Order]) -> None:
+        """Those that fall asleep do so when a bed is free."""
+        for resident in self._residents.values():
+            if resident.state is State.FALLING_ASLEEP and (reason := self._bedtimes.get(resident.name)):
+                taken = sum(r.has_bed for r in self._residents.values() if r is not resident)
+                if resident.has_bed or taken < self._max_asleep:
+                    del self._bedtimes[resident.name]
+                    resident.has_bed = True
+                    orders.append(Sleep(resident.name, reason))
+
+    def _start(self, now_s: float, orders: list[Order]) -> None:
+        """Starts, or wakes, those whose room is free."""
         placed = [resident for resident in self._residents.values() if resident.state is State.ROOM]
         for resident in sorted(placed, key=lambda resident: resident.since_s):
             if self.load + resident.terms.cost <= self._capacity:
-                resident.starts += 1
-                self._enter(resident, State.STARTING, now_s)
-                orders.append(Start(resident.name))
+                resident.has_place = True
+                if resident.has_bed:
+                    resident.wakes += 1
+                    self._enter(resident, State.WAKING, now_s)
+                    orders.append(Wake(resident.name))
+                else:
+                    resident.starts += 1
+                    self._enter(resident, State.STARTING, now_s)
+                    orders.append(Start(resident.name))
 
     def _planned(self, without: Resident) -> int:
         """Cost of all that have a place, or have it for certain as soon as they can be started."""
         return sum(
             resident.terms.cost
             for resident in self._residents.values()
-            if resident is not without
-            and (resident.state in (State.ROOM, State.STARTING, State.UP) or resident.is_pinned)
+            if resident is not without and (resident.state in _PLACED or resident.is_pinned)
         )
 
     def _look_again_s(self, now_s: float) -> float | None:
         """The next moment at which something may follow from time alone."""
         moments: list[float] = []
-        somebody_waits = any(r.state is State.DOWN and r.is_wanted(now_s) for r in self._residents.values())
+        somebody_waits = any(r.is_out and r.is_wanted(now_s) for r in self._residents.values())
         for resident in self._residents.values():
             moments += resident.waiting.values()
             if self._closed:
@@ -330,7 +318,7 @@ class Residency:
                 moments.append(resident.removed_by_s)
             if resident.terms.policy == "scale_to_zero":
                 moments.append(self._idle_until_s(resident))
-            if resident.state is State.DOWN and resident.is_wanted(now_s):
+            if resident.is_out and resident.is_wanted(now_s):
                 moments.append(resident.not_before_s)
             if somebody_waits:
                 moments.append(resident.may_go_from_s)
@@ -350,9 +338,10 @@ class Residency:
         del self._owners[ticket]
         self._verdicts.append(Verdict(ticket, refusal))
 
-    def _stop(self, resident: Resident, reason: str, now_s: float, orders: list[Start | Stop]) -> None:
+    def _stop(self, resident: Resident, reason: str, now_s: float, orders: list[Order]) -> None:
         if resident.state is State.UP:
             resident.failures, resident.cause = 0, ""
+        self._bedtimes.pop(resident.name, None)
         self._enter(resident, State.STOPPING, now_s)
         orders.append(Stop(resident.name, reason))
 
@@ -371,8 +360,8 @@ class Residency:
         return Refused(503, "start_failed", text, max(0.0, resident.not_before_s - now_s) + resident.start_took_s)
 
     def _not_up(self, resident: Resident, now_s: float, reason: str) -> Refused:
-        if resident.state in (State.STARTING, State.ROOM):
-            text = f"The model {resident.name} is being started"
+        if resident.state in (State.STARTING, State.WAKING, State.ROOM):
+            text = f"The model {resident.name} is being {'woken' if resident.has_bed else 'started'}"
             return Refused(503, reason, text, self._ready_in_s(resident, now_s))
         busy = self._planned(without=resident) + resident.terms.cost > self._capacity
         if busy:
@@ -382,13 +371,9 @@ class Residency:
 
     def _ready_in_s(self, resident: Resident, now_s: float) -> float:
         """An estimate of how long it takes until the model is up."""
-        if resident.state is State.STARTING:
-            return max(1.0, resident.since_s + resident.start_took_s - now_s)
+        if resident.state in (State.STARTING, State.WAKING):
+            return max(1.0, resident.since_s + resident.takes_s - now_s)
         places = (other.may_go_from_s for other in self._residents.values() if other is not resident)
         missing = self._planned(without=resident) + resident.terms.cost > self._capacity
         free_s = min((moment for moment in places if moment < math.inf), default=now_s) if missing else now_s
-        return max(0.0, free_s - now_s) + resident.start_took_s
-
-
-def _has_processes(resident: Resident) -> bool:
-    return resident.state in (State.STARTING, State.UP, State.STOPPING)
+        return max(0.0, free_s - now_s) + resident.takes_s

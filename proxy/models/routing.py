@@ -13,6 +13,8 @@ PREFIX = "/models/"
 """`/models/NAME/...` is the path `...` of the model NAME, whatever the body says."""
 _OBSERVING_METHODS = ("GET", "HEAD", "OPTIONS")
 _OBSERVING_PATHS = ("/twinpool/", "/admin/")
+_PATHS_OF_THE_FRONT = ("/twinpool/sleep", "/twinpool/wake", "/sleep", "/wake_up")
+"""Of a cluster, and not of one behind a front, which decides when its models sleep."""
 _ADAPTER_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
 """Have the cluster read any directory, or take from all clients what they use."""
 
@@ -59,9 +61,9 @@ def find_target(
     asked = _model_of(content_type, body)
     if asked is not None:
         name = names.get(asked)
-        return Refused.unknown(asked) if name is None else Target(name, raw_path, _observes(method, raw_path))
+        return Refused.unknown(asked) if name is None else _at(name, method, raw_path)
     if len(listed) == 1:
-        return Target(listed[0], raw_path, _observes(method, raw_path))
+        return _at(listed[0], method, raw_path)
     text = (
         f"it is not clear for which of {len(listed)} models {method} {raw_path[:200]} is; name it in the field "
         f"`model` of a JSON body, or put {PREFIX}NAME before the path"
@@ -75,8 +77,15 @@ def _of_prefix(method: str, raw_path: str, listed: list[str]) -> Target | Refuse
     ends = [match.start() for match in re.finditer("/", path[: longest + 1])]
     for end in reversed(ends):  # the longest name first
         if (name := unquote(path[:end])) in listed:
-            return Target(name, path[end:], _observes(method, path[end:]))
+            return _at(name, method, path[end:])
     return Refused.unknown(raw_path.removeprefix(PREFIX))
+
+
+def _at(name: str, method: str, path: str) -> Target | Refused:
+    if unquote(path).rstrip("/") in _PATHS_OF_THE_FRONT:
+        text = "the front decides when its models sleep; see `sleep` and `max_asleep` of its configuration"
+        return Refused(409, "front_decides", text)
+    return Target(name, path, _observes(method, path))
 
 
 def _observes(method: str, path: str) -> bool:

@@ -95,7 +95,8 @@ class _FrontRun:
         metrics = FrontMetrics()
         keeper = Keeper(self._config, metrics, self._say)
         children = Children(
-            runtime_dir, machine.environ, keeper.up, keeper.down, self._note_failure, self._config.silent_after_s
+            *(runtime_dir, machine.environ, keeper.up, keeper.down, self._note_failure, self._config.silent_after_s),
+            *(keeper.asleep, keeper.woken, keeper.stuck),
         )
         children.launcher.guard.removes(runtime_dir)
         interruption = Interruption(self._stop, children.launcher.stop_now, _STOP_S)

@@ -14,3 +14,4 @@ class Terms:
     idle_s: float = 300.0
     on_starting: Literal["wait", "reject"] = "wait"
     start_wait_s: float = 120.0
+    sleeps: bool = False

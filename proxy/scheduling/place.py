@@ -91,6 +91,8 @@ class Reject:
 CLOSED = Reject(503, "closed", "this cluster is being stopped and takes no new requests.", 30.0)
 """Its successor may be there by then."""
 
+ASLEEP = Reject(503, "asleep", "this cluster is asleep and takes no requests until it is woken.", 10.0)
+
 Placement = Remote | PrefillOnly | Local | Wait | Reject
 
 

@@ -6,7 +6,7 @@ Refuses by name what cannot be done. Everything accepted goes on by itself and h
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cluster.launch.seats import NothingFree
@@ -49,6 +49,8 @@ class Administration:
         self.resizing = Resizing(pool, control, times) if control is not None else None
         self.steering: Steers | None = None
         """Who gives orders about the numbers of workers beside the operator."""
+        self.is_awake: Callable[[], bool] = lambda: True
+        """Whether the workers are not asleep (`proxy.workers.sleeping`); while they are, nothing is done to them."""
         self._rolling: RollingRestart | None = None
         self._other: RollingStatus | None = None
         """Of a process that is no worker, if that was the last one."""
@@ -72,6 +74,7 @@ class Administration:
 
     def drain(self, worker_id: str, order: DrainOrder) -> Accepted:
         """Raises `OrderRefused`."""
+        self._refuse_while_asleep()
         worker = living(self._pool.roster, worker_id)
         if not order.force:
             spare_last_decoder(self._pool.roster, worker)
@@ -83,6 +86,7 @@ class Administration:
 
     def set_role(self, worker_id: str, order: RoleOrder) -> Accepted:
         """Raises `OrderRefused`. The role that it has is no change."""
+        self._refuse_while_asleep()
         worker = living(self._pool.roster, worker_id)
         if worker.drains_to == LEAVE:
             raise OrderRefused(409, f"worker {worker_id} is leaving and changes its role no more")
@@ -97,6 +101,7 @@ class Administration:
 
     def restart(self, order: RestartOrder) -> Accepted:
         """Raises `OrderRefused`."""
+        self._refuse_while_asleep()
         control = self._control
         if control is None:
             raise OrderRefused(409, "these workers were not started by this server; restart them where they run")
@@ -126,6 +131,7 @@ class Administration:
 
     def scale(self, order: ScaleOrder) -> Accepted:
         """Raises `OrderRefused`. The number of workers that a pool has is no change."""
+        self._refuse_while_asleep()
         if self.resizing is None:
             raise OrderRefused(409, "these workers were not started by this server; start and stop them where they run")
         if order.pool == "decode" and order.replicas == 0:
@@ -140,6 +146,10 @@ class Administration:
     def restarts(self) -> bool:
         """A rolling restart is under way."""
         return self._task is not None and not self._task.done()
+
+    def _refuse_while_asleep(self) -> None:
+        if not self.is_awake():
+            raise OrderRefused(409, "the workers sleep, fall asleep or wake up; wake them first")
 
     def _refuse_during_a_restart(self) -> None:
         if self.restarts:

@@ -118,8 +118,8 @@ class Steering:
         }
 
     def _act(self, decision: Decision, now_s: float) -> None:
-        if self._administration.restarts:
-            return  # a worker that is about to be started again is missing for that long only
+        if self._administration.restarts or not self._administration.is_awake():
+            return  # who is about to be started again is missing for that long only; who sleeps has nothing to do
         if decision.reasons:
             log.info("autoscale want=%s convert=%d reasons=%s", dict(decision.want), decision.convert, decision.reasons)
         if decision.convert:

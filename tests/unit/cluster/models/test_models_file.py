@@ -144,3 +144,15 @@ def test_a_model_is_checked_against_the_gpus_that_it_will_see(tmp_path: Path) ->
     machine = replace(MACHINE, gpus=("0", "1", "2", "3"))
     plans = check_models(load(tmp_path, text).specs, machine)["a"]
     assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["2", "3"]
+
+
+def test_a_model_that_sleeps_has_engines_that_can(tmp_path: Path) -> None:
+    terms = "policy: on_demand, sleep: true"
+    models = load(tmp_path, f"models: {{a: {{{terms}, cluster: {{model: /m, engine: {{dtype: auto}}}}}}}}")
+    assert models.specs[0].cluster.engine == {"enable_sleep_mode": True, "dtype": "auto"}
+    with pytest.raises(ConfigError) as caught:
+        check_models(models.specs, MACHINE)
+    assert str(caught.value).startswith("models.a.sleep: its engines compute on CPUs, and vLLM's engines can sleep on")
+    simulated = load(tmp_path, f"models: {{a: {{{terms}, cluster: {{engine: simulated}}}}}}")
+    assert check_models(simulated.specs, MACHINE)["a"]
+    assert "a pinned model is always up. Set policy=on_demand" in problem(tmp_path, "models: {a: {sleep: true}}")

@@ -17,6 +17,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def do_POST(self) -> None:
+        """Orders to sleep and to wake; the model `insomniac` cannot sleep."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        awake = Path(sys.argv[1]).read_text().count("model: insomniac") and self.path == "/twinpool/sleep"
+        body = b'{"error": {"message": "a transfer is open", "code": 409}}' if awake else b"{}"
+        key = self.headers.get("Authorization") == "Bearer k"
+        self.send_response(409 if awake else 200 if key else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
     def address_string(self) -> str:
         return "unix"
 

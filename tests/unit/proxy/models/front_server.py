@@ -40,6 +40,10 @@ class FakeModels:
     """Models whose start does not end by itself."""
     started: list[str] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
+    turned: list[tuple[str, str]] = field(default_factory=list)
+    """Orders to sleep and to wake."""
+    sleepless: set[str] = field(default_factory=set)
+    """Models that do not wake up."""
     _children: dict[str, Child] = field(default_factory=dict)
     _runners: dict[str, web.AppRunner] = field(default_factory=dict)
     _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
@@ -70,6 +74,21 @@ class FakeModels:
     def stop(self, name: str) -> None:
         self.stopped.append(name)
         self._spawn(self._end(name, ""))
+
+    def sleep(self, name: str) -> None:
+        self.turned.append(("sleep", name))
+        self._spawn(self._turned("asleep", name))
+
+    def wake(self, name: str) -> None:
+        self.turned.append(("wake", name))
+        self._spawn(self._turned("stuck" if name in self.sleepless else "woken", name))
+
+    async def _turned(self, what: str, name: str) -> None:
+        assert self.keeper is not None
+        if what == "stuck":
+            self.keeper.stuck(name, "out of memory")
+        else:
+            (self.keeper.asleep if what == "asleep" else self.keeper.woken)(name, 0.5)
 
     async def crash(self, name: str, cause: str = "it crashed") -> None:
         await self._end(name, cause)

@@ -50,6 +50,9 @@ class Watched:
             lambda name, cause: self.told.put_nowait(("down", name, cause)),
             self.failures.append,
             silent_after_s,
+            lambda name, _took_s: self.told.put_nowait(("asleep", name)),
+            lambda name, _took_s: self.told.put_nowait(("woken", name)),
+            lambda name, cause: self.told.put_nowait(("stuck", name, cause)),
         )
         self.children.commands = []
         return self
@@ -168,3 +171,25 @@ async def test_closing_leaves_nothing_behind(watched: Watched) -> None:
     groups = list(children.launcher.groups.values())
     await children.close(5.0)
     assert [watchdog.members(group) for group in groups] == [[], []]
+
+
+async def test_a_model_is_told_to_sleep_and_to_wake_with_its_own_key(watched: Watched) -> None:
+    children = watched.make().children
+    children.start(spec("alpha", server={"options": {"api_key": "k"}}))
+    assert await watched.next() == ("up", "alpha")
+    children.sleep("alpha")
+    assert await watched.next() == ("asleep", "alpha")
+    children.wake("alpha")
+    assert await watched.next() == ("woken", "alpha")
+
+
+async def test_a_model_that_does_not_sleep_says_why_and_one_that_has_ended_is_told_of_once(watched: Watched) -> None:
+    children = watched.make().children
+    children.start(spec("alpha", "insomniac", server={"options": {"api_key": "k"}}))
+    assert await watched.next() == ("up", "alpha")
+    children.sleep("alpha")
+    assert await watched.next() == ("stuck", "alpha", "it could not sleep: a transfer is open")
+    children.stop("alpha")
+    children.wake("alpha")
+    assert (await watched.next())[:2] == ("down", "alpha")
+    assert watched.told.empty()

@@ -253,3 +253,35 @@ async def test_what_cannot_be_added_or_removed_is_refused_with_the_reason(tmp_pa
             async with running.http.delete(f"/admin/models/{path}") as response:
                 assert response.status == status
         assert running.models.stopped == []
+
+
+SLEEPS = {**ON_DEMAND, "sleep": True}
+
+
+async def test_models_that_may_sleep_are_woken_and_not_started_again(tmp_path: Path) -> None:
+    models = {"alpha": SLEEPS, "beta": SLEEPS}
+    async with front(tmp_path, echo, models=models, capacity=1, max_asleep=2) as running:
+        for name in ("alpha", "beta", "alpha", "beta"):
+            assert (await ask(running, name))[1]["model"] == name
+        assert running.models.started == ["alpha", "beta"]
+        assert running.models.stopped == []
+        assert running.models.turned[-2:] == [("sleep", "alpha"), ("wake", "beta")]
+        states = {model.name: (model.state, model.wakes) for model in running.keeper.status().models}
+        assert states == {"alpha": ("asleep", 1), "beta": ("up", 1)}
+        await running.until_metric('wakes_total{model="alpha"}', 1)
+        async with running.http.get("/models/alpha/health") as response:
+            assert (await response.json())["path"] == "/health", "looking does not wake it"
+        async with running.http.post("/models/alpha/twinpool/wake") as response:
+            assert response.status == 409
+        assert len(running.models.turned) == 5
+
+
+async def test_a_model_that_does_not_wake_is_started_for_the_request_that_waits(tmp_path: Path) -> None:
+    models = {"alpha": SLEEPS, "beta": SLEEPS}
+    async with front(tmp_path, echo, models=models, capacity=1, max_asleep=2) as running:
+        await ask(running, "alpha")
+        await ask(running, "beta")
+        running.models.sleepless.add("alpha")
+        assert (await ask(running, "alpha"))[1]["model"] == "alpha"
+        assert (running.models.started, running.models.stopped) == (["alpha", "beta", "alpha"], ["alpha"])
+        await running.until_metric('stops_total{model="alpha",reason="stuck"}', 1)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from proxy.models.answers import Admitted, Refused, Waits
-from proxy.models.residency import BACKOFF_S, STEADY_S, Residency, Start, State, Step, Stop
+from proxy.models.residency import BACKOFF_S, STEADY_S, Residency
+from proxy.models.residents import Start, State, Step, Stop
 from proxy.models.terms import Terms
 
 RESIDENCY_S = 60.0
