@@ -64,8 +64,8 @@ def _pool_problems(config: ClusterConfig, role: Role) -> list[Problem]:
             problems.append(
                 Problem(
                     f"{where}.distributed_executor_backend",
-                    f"found {options['distributed_executor_backend']!r}; the ranks of one worker run on one node, and "
-                    "workers that reach over several nodes are not supported",
+                    f"found {options['distributed_executor_backend']!r}, which vLLM needs for ranks on several nodes; "
+                    "here all ranks of a worker are on one node (docs/decisions.md says why)",
                     "Remove it, and choose tensor_parallel so that a worker fits on one node",
                 )
             )
