@@ -19,36 +19,41 @@ class WorkerSettingsError(Exception):
     """The settings document is missing or not what this version of the worker expects."""
 
 
-class WorkerSettings(BaseModel):
-    """Everything one worker host needs to know."""
+class HostSettings(BaseModel):
+    """What every process of workers is told, real or simulated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    worker_id: str = Field(description="Unique in the cluster: `prefill-0`, `decode-1`.")
-    role: Role
     proxy_address: str = Field(description="ZMQ endpoint of the proxy's ROUTER.")
     runtime_dir: Path = Field(
         description="Private directory (0700) of this cluster run; ipc sockets and logs live here."
     )
     model: str = Field(description="Directory of the model, or a name vLLM resolves.")
-    engine: dict[str, Any] = Field(
-        description="Keyword arguments of vLLM's AsyncEngineArgs, without `model` and `kv_transfer_config`; "
-        "`tensor_parallel_size` is in here."
-    )
-    transfer: TransferConfig = Field(description="Links, leases, chunk sizes.")
-    chunk_order: ChunkOrder = Field(default="deadline", description="Whose chunk the engine computes next.")
-    itl_s: float = Field(
-        default=0.1, gt=0, description="Steps with decodes in them hold as many prompt tokens as fit into this time."
-    )
+    transfer: TransferConfig = Field(description="Links, leases, heartbeats between ranks.")
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
-    niceness: int = Field(default=0, ge=0, le=19, description="How far its processes step back for others.")
-    start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
     prefix_events: bool = Field(default=True, description="Tell the proxy what the engine's prefix cache holds.")
-    stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")
     drain_timeout_s: float = Field(default=120.0, gt=0, description="Time to finish everything after SIGTERM.")
     key: ClusterKey | None = Field(
         default=None, repr=False, description="The cluster's key, where anything listens on tcp."
     )
+
+
+class WorkerSettings(HostSettings):
+    """Everything one worker host needs to know."""
+
+    worker_id: str = Field(description="Unique in the cluster: `prefill-0`, `decode-1`.")
+    role: Role
+    engine: dict[str, Any] = Field(
+        description="Keyword arguments of vLLM's AsyncEngineArgs, without `model` and `kv_transfer_config`; "
+        "`tensor_parallel_size` is in here."
+    )
+    chunk_order: ChunkOrder = Field(default="deadline", description="Whose chunk the engine computes next.")
+    itl_s: float = Field(
+        default=0.1, gt=0, description="Steps with decodes in them hold as many prompt tokens as fit into this time."
+    )
+    niceness: int = Field(default=0, ge=0, le=19, description="How far its processes step back for others.")
+    start_timeout_s: float = Field(gt=0, description="The engine must be up within this time.")
+    stop_timeout_s: float = Field(ge=0, description="Time to leave after SIGINT; then the group is killed.")
 
     @property
     def rank_bind(self) -> str:

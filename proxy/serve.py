@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,14 +31,14 @@ from cluster.launch.local import (
     remove_runtime_dir,
     worker_command,
 )
-from cluster.launch.worker_plan import WorkerPlan, WorkerPlanner
-from cluster.preflight.config_checks import check_config
+from cluster.launch.worker_plan import WorkerPlan
+from cluster.preflight.config_checks import Planned, check_config
 from cluster.preflight.machine import Machine, detect_machine, engines_use_gpus, nodes_of_a_cluster
 from cluster.preflight.model_facts import ModelFacts, read_model_facts
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.security_checks import API_KEY_VARIABLE, api_keys
 from cluster.ray_launch.launcher import RayLauncher
-from cluster.simulated.launch import SimulatedPlanner, simulated_commands
+from cluster.simulated.launch import simulated_commands
 from cluster.terminal.demo import DemoError, invitation, run_demo
 from cluster.terminal.interruption import Interruption
 from cluster.terminal.start_screen import StartScreen
@@ -141,16 +141,16 @@ class _Cluster:
                 machine = detect_machine()
                 # Before the model is fetched: what is wrong without knowing it.
                 facts = read_model_facts(self._config.model) if self._config.model is not None else None
-                plans = check_config(self._config, machine, facts)
+                planned = check_config(self._config, machine, facts)
             with self._screen.stage("model"):
                 is_fetched = self._config.model is None
                 model = await self._model()
                 if is_fetched:  # only now there is something to be read about it
                     facts = read_model_facts(model)
-                    plans = check_config(self._config, machine, facts)
+                    planned = check_config(self._config, machine, facts)
             with self._screen.stage("workers"):
                 listening = self._listen()
-                await self._start_workers(plans, machine, model, facts)
+                await self._start_workers(planned, machine, model, facts)
                 await self._start_api_servers(model, listening, machine.environ)
                 api = asyncio.create_task(self._run_api_server(model, listening), name="api-server")
                 url = await self._until_ready(api)
@@ -168,9 +168,7 @@ class _Cluster:
             return str(await ensure_embedded_model(self._screen.detail))
         return str(Path(self._config.model).expanduser()) if self._config.model.startswith("~") else self._config.model
 
-    async def _start_workers(
-        self, plans: list[WorkerPlan], machine: Machine, model: str, facts: ModelFacts | None
-    ) -> None:
+    async def _start_workers(self, planned: Planned, machine: Machine, model: str, facts: ModelFacts | None) -> None:
         self._runtime_dir = directory = make_runtime_dir()
         self._guard.removes(directory)
         try:
@@ -187,13 +185,22 @@ class _Cluster:
             self._config = with_trust(self._config, directory)
         except (KeyFileError, OSError) as error:
             raise ServeError(f"the sockets for workers cannot be made safe: {error}") from error
-        self._fleet.recruit_with(self._recruiter(machine, model, facts))
-        if self._config.simulation.enabled:
-            commands = simulated_commands(plans, self._config, model, facts, directory, machine.environ)
+        config, environ = self._config, machine.environ
+
+        def simulated(plans: Sequence[WorkerPlan]) -> list[WorkerCommand]:
+            return simulated_commands(plans, config, model, facts, directory, environ)
+
+        def real(plan: WorkerPlan) -> WorkerCommand:
+            return worker_command(plan, config, model, directory, environ)
+
+        if config.simulation.enabled:
+            self._fleet.recruit_with(Recruiter(planned.planner, lambda plan: simulated([plan])[0]))
+            commands = simulated(planned.workers)
             await self._fleet.start(commands)
-            self._screen.detail(f"{len(plans)} SIMULATED workers, processes: {len(commands)}; no engine runs")
+            self._screen.detail(f"{len(planned.workers)} SIMULATED workers, processes: {len(commands)}; no engine runs")
             return
-        commands = [worker_command(plan, self._config, model, directory, machine.environ) for plan in plans]
+        self._fleet.recruit_with(Recruiter(planned.planner, real))
+        commands = [real(plan) for plan in planned.workers]
         await self._fleet.start(commands)
         for command in commands:
             self._screen.worker_started(command.worker_id, self._log_of(command))
@@ -201,22 +208,6 @@ class _Cluster:
     def _log_of(self, command: WorkerCommand) -> Path:
         launcher = self._fleet.launcher
         return launcher.started_at(command.worker_id) if isinstance(launcher, RayLauncher) else command.log_path
-
-    def _recruiter(self, machine: Machine, model: str, facts: ModelFacts | None) -> Recruiter:
-        """Makes workers that come while the cluster serves, as those were made that it starts with."""
-        assert self._runtime_dir is not None
-        config, directory, environ = self._config, self._runtime_dir, machine.environ
-        planner: SimulatedPlanner | WorkerPlanner
-        if config.simulation.enabled:
-            planner = SimulatedPlanner(config)
-            command_for: Callable[[WorkerPlan], WorkerCommand] = lambda plan: simulated_commands(  # noqa: E731
-                [plan], config, model, facts, directory, environ
-            )[0]
-        else:
-            planner = WorkerPlanner(config, machine, facts)
-            command_for = lambda plan: worker_command(plan, config, model, directory, environ)  # noqa: E731
-        planner.first()  # those have their places
-        return Recruiter(planner, command_for)
 
     async def _start_api_servers(self, model: str, listening: socket.socket, environ: Mapping[str, str]) -> None:
         """Those besides the first one, which is here. They import vLLM while the workers load."""

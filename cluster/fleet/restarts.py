@@ -4,13 +4,15 @@ import signal
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.launch.backoff import Backoff
+
 Mode = Literal["on_failure", "never", "always"]
 
 BACKOFF_S = (1.0, 3.0, 10.0, 30.0)
-"""Before the next start, after so many quick failures in a row; the last one also after more. It stays down only if it
-fails once more without having come as far as the cluster: then it cannot start at all."""
+"""Before the next start, after so many failures in a row; the last one also after more. It stays down only if it fails
+once more without having come as far as the cluster: then it cannot start at all."""
 STEADY_S = 10.0
-"""A worker that was in the cluster for so long did not fail quickly."""
+"""A worker that was in the cluster for so long did not fail in a row with the time before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ REMOVED = StayDown("it was removed")
 class _Record:
     joined_s: float | None = None
     """Since when the present process is in the cluster."""
-    quick_failures: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(BACKOFF_S, STEADY_S))
     order: Literal["", "start", "stay", "gone"] = ""
     """What an operator wants to follow the end of the present process."""
 
@@ -70,7 +72,7 @@ class Restarts:
         joined_s, record.joined_s = record.joined_s, None
         order, record.order = record.order, ""
         if order == "start":
-            record.quick_failures = 0
+            record.backoff.forget()
             return StartAgain(0.0, "it is started again, as it was told")
         told = returncode in (0, -signal.SIGTERM)
         if order == "gone":
@@ -81,16 +83,14 @@ class Restarts:
             return StayDown(f"it is not started again (restart: never); `twinpool restart {worker_id}` does that")
         if told and self.mode == "on_failure":
             return StayDown(f"`twinpool restart {worker_id}` starts it again")
-        steady = joined_s is not None and now_s - joined_s >= STEADY_S
-        record.quick_failures = 0 if steady else record.quick_failures + 1
-        if joined_s is None and record.quick_failures > len(BACKOFF_S):
-            failures = record.quick_failures
-            record.quick_failures = 0
+        after_s = record.backoff.failed(now_s - joined_s if joined_s is not None else 0.0)
+        failures = record.backoff.failures
+        if joined_s is None and failures > len(BACKOFF_S):
+            record.backoff.forget()
             return StayDown(
                 f"it failed {failures} times in a row, now before it was up, and is not started again; repair the "
                 f"cause and call `twinpool restart {worker_id}`"
             )
-        after_s = BACKOFF_S[min(max(0, record.quick_failures - 1), len(BACKOFF_S) - 1)]
         return StartAgain(after_s, f"it is started again in {after_s:g} s")
 
     def _of(self, worker_id: str) -> _Record:

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from cluster.host.leaving import WorkerStopped
 from cluster.messages import EngineFacts
 
 CONNECTOR_NAME = "TwinpoolConnector"
@@ -36,8 +37,11 @@ EVENT_BATCHES_KEPT = 1_000
 """For a host that missed some. A step of 8,000 prompt tokens makes a batch of 40 KB, a decode step one of 300 bytes."""
 
 
-class EngineLost(Exception):
+class EngineLost(WorkerStopped):
     """The engine core or one of its ranks died; its requests are lost."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause, 1)
 
 
 class RequestUnreadable(Exception):

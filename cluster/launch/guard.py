@@ -8,17 +8,13 @@ import time
 from pathlib import Path
 
 from cluster.launch import watchdog
+from cluster.launch.backoff import Backoff
 
 log = logging.getLogger("twinpool.launcher")
 
+PAUSES_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0)
 STEADY_S = 10.0
 """A watchdog that lived for so long is replaced at once; one that keeps dying, more and more seldom."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
-
-
-def pause_s(before_s: float, lived_s: float) -> float:
-    """How long to wait before the next start; `before_s`: how long before the last one."""
-    return 0.0 if lived_s >= STEADY_S else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * before_s))
 
 
 class Guard:
@@ -69,13 +65,13 @@ class Guard:
                 await asyncio.wait_for(self._process.wait(), watchdog.GRACE_S * 2)
 
     async def _keep(self) -> None:
-        paused_s = 0.0
+        backoff = Backoff(PAUSES_S, STEADY_S)
         while True:
             assert self._process is not None
             began_s = time.monotonic()
             returncode = await self._process.wait()
             self._close()
-            paused_s = pause_s(paused_s, time.monotonic() - began_s)
+            paused_s = backoff.failed(time.monotonic() - began_s)
             log.warning("watchdog_lost returncode=%d next_in_s=%g", returncode, paused_s)
             await asyncio.sleep(paused_s)
             while True:
@@ -83,7 +79,7 @@ class Guard:
                     await self._spawn()
                     break
                 except OSError as error:
-                    paused_s = pause_s(paused_s, 0.0)
+                    paused_s = backoff.failed(0.0)
                     log.error("watchdog_not_started error=%s next_in_s=%g", error, paused_s)
                     await asyncio.sleep(paused_s)
 

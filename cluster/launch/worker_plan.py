@@ -93,11 +93,6 @@ class WorkerPlanner:
         self._seats.give_back(worker_id)
 
 
-def plan_workers(config: ClusterConfig, machine: Machine, model: ModelFacts | None = None) -> list[WorkerPlan]:
-    """The workers that a cluster starts with on this machine; see `WorkerPlanner.first`."""
-    return WorkerPlanner(config, machine, model).first()
-
-
 def _most(config: ClusterConfig, role: Role) -> int:
     """Workers of a pool for which a machine's cores and memory are divided."""
     bounds = config.autoscale.prefill if role == "prefill" else config.autoscale.decode

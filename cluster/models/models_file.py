@@ -186,7 +186,7 @@ def check_models(specs: Sequence[ModelSpec], machine: Machine) -> dict[str, list
         try:
             facts = read_model_facts(spec.cluster.model) if spec.cluster.model is not None else None
             here = _as_it_sees(machine, spec.config.env)
-            plans[spec.name] = check_config(_without_address(spec.cluster), here, facts)
+            plans[spec.name] = check_config(_without_address(spec.cluster), here, facts).workers
         except ConfigError as error:
             problems += _below(spec.name, error.problems)
     if problems:

@@ -3,6 +3,7 @@
 import errno
 import socket
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import (
@@ -13,7 +14,7 @@ from cluster.config import (
     PoolConfig,
     Role,
 )
-from cluster.launch.worker_plan import WorkerPlan, plan_workers
+from cluster.launch.worker_plan import WorkerPlan, WorkerPlanner
 from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.memory.fit_checks import fit_problems, path_of
 from cluster.preflight.memory.worker_memory import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE, is_count
@@ -22,7 +23,7 @@ from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 from cluster.preflight.security_checks import security_problems
 from cluster.preflight.vllm_options import VllmOptions, installed_vllm_options
 from cluster.ray_launch.checks import ray_problems
-from cluster.simulated.launch import plan_simulated_workers, simulation_problems
+from cluster.simulated.launch import SimulatedPlanner, simulation_problems
 
 _CPU_BLOCK_MULTIPLE = 32
 _WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")
@@ -30,7 +31,17 @@ _NO_GROUP = {"decode_context_parallel_size": 1, "prefill_context_parallel_size":
 _ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
-def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | None) -> list[WorkerPlan]:
+@dataclass(frozen=True)
+class Planned:
+    """What becomes of a configuration that can be started."""
+
+    workers: list[WorkerPlan]
+    """Those that the cluster starts with, prefill first."""
+    planner: WorkerPlanner | SimulatedPlanner
+    """Has given these their places, and plans those that come later."""
+
+
+def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | None) -> Planned:
     """The plan of a configuration that can be started here; raises `ConfigError` with every problem found."""
     problems = [*vllm_option_problems(config, installed_vllm_options()), *port_problems(config)]
     problems += security_problems(config, machine.environ)
@@ -41,18 +52,20 @@ def check_config(config: ClusterConfig, machine: Machine, model: ModelFacts | No
         problems += [*simulation_problems(config), *slo_problems(config)]
         if problems:
             raise ConfigError(problems)
-        return plan_simulated_workers(config)
+        simulated = SimulatedPlanner(config)
+        return Planned(simulated.first(), simulated)
     # With overrides, engines use another model than the directory describes.
     known = None if config.engine.get("hf_overrides") else model
     problems += [*number_problems(config), *parallel_problems(config, known), *slo_problems(config)]
     if problems:
         raise ConfigError(problems)
-    plans = plan_workers(config, machine, model)
+    planner = WorkerPlanner(config, machine, model)
+    plans = planner.first()
     problems = [problem for plan in plans for problem in engine_problems(config, plan, machine, known)]
     problems += fit_problems(config, plans, machine, known)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return plans
+    return Planned(plans, planner)
 
 
 def vllm_option_problems(config: ClusterConfig, options: VllmOptions) -> list[Problem]:

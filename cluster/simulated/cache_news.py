@@ -1,19 +1,15 @@
 """Tells the proxy what a simulated worker's prefix cache holds, as `cluster.prefix_events.relay` does for an engine."""
 
 import asyncio
-from collections.abc import Callable
 
-from cluster.messages import CacheEvents
-from cluster.prefix_events.cached_blocks import CachedBlocks
 from cluster.prefix_events.teller import CacheTeller
 
 
-class CacheNewsTeller(CacheTeller):
-    """For one proxy at a time; `tell` sends a message without waiting. `cached` is changed by the engine."""
+class CacheNewsRunner:
+    """Lets a teller pass on what changed, some time after it changed."""
 
-    def __init__(self, cached: CachedBlocks, epoch: str, tell: Callable[[CacheEvents], None]) -> None:
-        super().__init__(epoch, tell)
-        self.watch(cached)
+    def __init__(self, teller: CacheTeller) -> None:
+        self._teller = teller
         self._nudged = asyncio.Event()
 
     def nudge(self) -> None:
@@ -21,10 +17,10 @@ class CacheNewsTeller(CacheTeller):
         self._nudged.set()
 
     async def run(self) -> None:
-        """Passes on what changed, until cancelled."""
+        """Until cancelled."""
         while True:
             await self._nudged.wait()
             self._nudged.clear()
-            if (patience_s := self.patience_s()) is not None:
+            if (patience_s := self._teller.patience_s()) is not None:
                 await asyncio.sleep(patience_s)
-                self.pass_on()
+                self._teller.pass_on()

@@ -82,11 +82,6 @@ def simulation_problems(config: ClusterConfig) -> list[Problem]:
     return problems
 
 
-def plan_simulated_workers(config: ClusterConfig) -> list[WorkerPlan]:
-    """The workers that a cluster starts with, prefill first."""
-    return SimulatedPlanner(config).first()
-
-
 def simulated_commands(
     plans: Sequence[WorkerPlan],
     config: ClusterConfig,

@@ -1,24 +1,14 @@
 """What a simulated worker says of itself to the proxy."""
 
-import os
-import socket
-
 from cluster import messages as wire
-from cluster.host.drain_watch import DrainWatch
+from cluster.host.proxy_line import Introduction
 from cluster.simulated.engine.paged_engine import BlockCount
-from cluster.simulated.settings import SimulatedSettings, SimulatedWorkerName
+from cluster.simulated.settings import SimulatedSettings
 from cluster.simulated.transfers.exports import Exports
 from cluster.simulated.transfers.imports import LINK, Imports
 
 
-def hello(
-    name: SimulatedWorkerName,
-    settings: SimulatedSettings,
-    epoch: str,
-    proxies_lost: int,
-    ranks: list[wire.RankAddress],
-    drain: DrainWatch,
-) -> wire.WorkerHello:
+def introduction(settings: SimulatedSettings, ranks: list[wire.RankAddress]) -> Introduction:
     """Who it is, and that it is simulated."""
     simulation = settings.simulation
     layout = {
@@ -41,21 +31,7 @@ def hello(
         simulated=True,
         can_sleep=True,
     )
-    return wire.WorkerHello(
-        protocol=wire.PROTOCOL_VERSION,
-        worker_id=name.worker_id,
-        role=drain.role,
-        epoch=epoch,
-        proxies_lost=proxies_lost,
-        pid=os.getpid(),
-        hostname=socket.gethostname(),
-        engine=facts,
-        ranks=ranks,
-        fingerprint=" ".join(layout.values()),
-        layout_fields=layout,
-        drains_to=drain.goal,
-        drain=drain.number,
-    )
+    return Introduction(engine=facts, ranks=ranks, fingerprint=" ".join(layout.values()), layout_fields=layout)
 
 
 def load(

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.config import LivenessConfig, Role, SimulationConfig, TransferConfig
+from cluster.config import Role, SimulationConfig
 from cluster.settings_document import read_document, write_document
-from cluster.trust import ClusterKey
-from cluster.worker_settings import WorkerSettingsError
+from cluster.worker_settings import HostSettings, WorkerSettingsError
 
 
 class SimulatedWorkerName(BaseModel):
@@ -19,25 +18,14 @@ class SimulatedWorkerName(BaseModel):
     role: Role
 
 
-class SimulatedSettings(BaseModel):
+class SimulatedSettings(HostSettings):
     """Everything that one process of simulated workers needs to know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="Of the process: `simulated-0`.")
     workers: list[SimulatedWorkerName] = Field(min_length=1, description="Which live and die with this process.")
-    proxy_address: str = Field(description="ZMQ endpoint of the proxy's ROUTER.")
-    runtime_dir: Path = Field(description="Private directory (0700) of this cluster run.")
-    model: str = Field(description="Directory or name of the model, as the proxy knows it.")
     max_model_len: int = Field(ge=1, description="Tokens of prompt and answer.")
     words: tuple[int, ...] = Field(min_length=1, description="Ids of the tokens that answers are made of.")
     simulation: SimulationConfig
-    transfer: TransferConfig = Field(description="Leases and heartbeats.")
-    liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
-
-    prefix_events: bool = Field(description="Tell the proxy what the prefix caches hold.")
-    drain_timeout_s: float = Field(gt=0, description="After SIGTERM what is not finished by then is aborted.")
-    key: ClusterKey | None = Field(default=None, repr=False, description="The cluster's key, if the proxy wants it.")
 
     @property
     def peer_bind(self) -> str:

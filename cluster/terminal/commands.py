@@ -125,7 +125,7 @@ def config_check(arguments: Arguments = None) -> None:
         return
     try:
         facts = _facts(config)
-        plans = check_config(config, machine, facts)
+        plans = check_config(config, machine, facts).workers
     except ConfigError as error:
         _refuse(error)
     if config.launch == "ray":

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from cluster.launch.backoff import Backoff
 from proxy.models.answers import Admitted, Answer, Refused, Verdict, Waits
 from proxy.models.residents import Order, Resident, Sleep, Start, State, Step, Stop, Wake
 from proxy.models.terms import Terms
@@ -60,7 +61,7 @@ class Residency:
         """Puts a model on the map. Raises `ValueError` when one of this name is there or still stopping."""
         if name in self._residents:
             raise ValueError(f"the model {name} is there already")
-        resident = Resident(name, terms, since_s=now_s, used_s=now_s)
+        resident = Resident(name, terms, Backoff(BACKOFF_S, STEADY_S), since_s=now_s, used_s=now_s)
         if terms.policy == "pinned":
             resident.wanted_since_s = now_s
         self._residents[name] = resident
@@ -139,11 +140,9 @@ class Residency:
         """Nothing is left of its processes. `cause` says why, if nobody asked for it."""
         resident = self._residents[name]
         if resident.state in (State.STARTING, State.UP):
-            if resident.state is State.UP and now_s - resident.since_s >= STEADY_S:
-                resident.failures = 0
-            resident.failures += 1
+            lasted_s = now_s - resident.since_s if resident.state is State.UP else 0.0
             resident.cause = cause
-            resident.not_before_s = now_s + BACKOFF_S[min(resident.failures, len(BACKOFF_S)) - 1]
+            resident.not_before_s = now_s + resident.backoff.failed(lasted_s)
             for ticket in list(resident.waiting):
                 self._refuse(ticket, resident, self._failed(resident, now_s))
         elif resident.state is not State.STOPPING:
@@ -254,7 +253,8 @@ class Residency:
     def _clear_place(self, resident: Resident, reason: str, now_s: float, orders: list[Order]) -> None:
         """Its place becomes free: it falls asleep, or else it is stopped."""
         if resident.terms.sleeps and self._find_bed(resident, now_s, orders):
-            resident.failures, resident.cause = 0, ""
+            resident.backoff.forget()
+            resident.cause = ""
             self._enter(resident, State.FALLING_ASLEEP, now_s)
             self._bedtimes[resident.name] = reason
         else:
@@ -340,7 +340,8 @@ class Residency:
 
     def _stop(self, resident: Resident, reason: str, now_s: float, orders: list[Order]) -> None:
         if resident.state is State.UP:
-            resident.failures, resident.cause = 0, ""
+            resident.backoff.forget()
+            resident.cause = ""
         self._bedtimes.pop(resident.name, None)
         self._enter(resident, State.STOPPING, now_s)
         orders.append(Stop(resident.name, reason))

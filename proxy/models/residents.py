@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cluster.launch.backoff import Backoff
 from proxy.models.answers import Verdict
 from proxy.models.terms import Terms
 
@@ -83,6 +84,7 @@ class Resident:
 
     name: str
     terms: Terms
+    backoff: Backoff
     state: State = State.DOWN
     running: set[int] = field(default_factory=set)
     """Tickets of requests that it has."""
@@ -96,7 +98,6 @@ class Resident:
     used_s: float = 0.0
     """When it last had a request."""
     start_took_s: float = FIRST_START_S
-    failures: int = 0
     not_before_s: float = -math.inf
     cause: str = ""
     removed_by_s: float | None = None

@@ -50,7 +50,7 @@ def problem_of(*overrides: str, model: ModelFacts | None = SMOLLM2, machine: Mac
 
 
 def test_the_defaults_pass_and_give_the_plan() -> None:
-    plans = check_config(load_config(None, [f"server.port={free_port()}"]), MACHINE, SMOLLM2)
+    plans = check_config(load_config(None, [f"server.port={free_port()}"]), MACHINE, SMOLLM2).workers
     assert [plan.worker_id for plan in plans] == ["prefill-0", "decode-0"]
 
 

@@ -13,7 +13,7 @@ from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.config_file import load_config
 from cluster.preflight.problems import ConfigError
 from cluster.preflight.security_checks import security_problems
-from cluster.simulated.launch import plan_simulated_workers, simulated_commands
+from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from cluster.simulated.settings import read_simulated_settings
 from cluster.trust import KeyFileError, cluster_key, new_key, proxy_address, read_key, with_trust, write_key
 from cluster.worker_settings import read_worker_settings
@@ -81,7 +81,7 @@ def test_simulated_workers_get_it_too(tmp_path: Path) -> None:
     safe = with_trust(simulated, tmp_path)
     tokenizer = tmp_path / "model"
     tokenizer.mkdir()
-    (command, *_) = simulated_commands(plan_simulated_workers(safe), safe, str(tokenizer), None, tmp_path, {})
+    (command, *_) = simulated_commands(SimulatedPlanner(safe).first(), safe, str(tokenizer), None, tmp_path, {})
     settings = read_simulated_settings(Path(command.argv[-1]))
     assert settings.key == cluster_key(safe)
     assert settings.proxy_address.startswith("tcp://127.0.0.1:")

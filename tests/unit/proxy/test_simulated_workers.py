@@ -70,7 +70,7 @@ class SimulatedProcess:
             task.cancel()
         await asyncio.gather(*self.tasks, self.delivering, return_exceptions=True)
         for worker in self.workers:
-            worker._proxy.close(linger=0)
+            worker._line._socket.close(linger=0)
         if not self.context.closed:
             self.peers.close()
             self.context.term()
@@ -88,7 +88,7 @@ class Cluster:
         self.processes.append(process)
         alive = self.proxy.pool.roster
         await until(lambda: {w.worker_id for w in alive.alive()} >= set(worker_ids))
-        await until(lambda: all(worker._proxy_epoch for worker in process.workers))
+        await until(lambda: all(worker._line.proxy_epoch for worker in process.workers))
         return process
 
     def blocks(self) -> list[tuple[int, int, int]]:
@@ -223,7 +223,7 @@ async def test_the_proxy_knows_what_the_prefix_cache_holds(cluster: Cluster) -> 
     assert index.cached_tokens(hashes) == {}
     await cluster.proxy.run(PROMPT, max_tokens=2)
     await until(lambda: index.cached_tokens(hashes) == {"decode-0": len(PROMPT) // 16 * 16})
-    process.workers[0]._cache_news.begin()
+    process.workers[0]._line.cache.begin()
     await cluster.proxy.run([*PROMPT, 7, 8, 9], max_tokens=2)
     for kind in ("expected", "found"):
         assert cluster.proxy.metric("prefix_tokens_total", kind=kind) == len(PROMPT) // 16 * 16

@@ -53,8 +53,8 @@ def test_some_time_in_the_cluster_ends_the_row() -> None:
     restarts.joined("prefill-0", 100.0)
     assert after_s(restarts, now_s=100.0 + STEADY_S) == BACKOFF_S[0]
     restarts.joined("prefill-0", 200.0)
-    assert after_s(restarts, now_s=201.0) == BACKOFF_S[0]
-    assert after_s(restarts, now_s=400.0) == BACKOFF_S[1], "a start that takes minutes and fails is no time at work"
+    assert after_s(restarts, now_s=201.0) == BACKOFF_S[1]
+    assert after_s(restarts, now_s=400.0) == BACKOFF_S[2], "a start that takes minutes and fails is no time at work"
 
 
 def test_an_order_wins_over_the_mode_and_holds_once() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from cluster import messages as wire
 from cluster.config import LivenessConfig, TransferConfig
-from cluster.host import drain, worker_host
+from cluster.host import drain, proxy_line, worker_host
 from cluster.host.worker_host import WorkerHost
 from cluster.worker_settings import WorkerSettings
 from kvtransfer import host_messages
@@ -34,6 +34,7 @@ class FakeEngine:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.stopped = False
+        self.adapter_is_read = asyncio.Event()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
     def read_request(self, frames: list[bytes]) -> str:
@@ -44,6 +45,10 @@ class FakeEngine:
 
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted += request_ids
+
+    async def call_utility(self, _method: str, _args: Any) -> bool:
+        await self.adapter_is_read.wait()
+        return True
 
     async def next_outputs(self) -> EngineCoreOutputs:
         return await self._outputs.get()
@@ -246,7 +251,7 @@ async def test_who_hears_nothing_of_its_proxy_drops_its_requests_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late_s = 0.0
-    monkeypatch.setattr(worker_host, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    monkeypatch.setattr(proxy_line, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
     async with joined(tmp_path, monkeypatch) as it:
         await it.submit("a")
         await it.rank.send(msgspec.msgpack.encode(host_messages.ExportStarted("t-1")))
@@ -260,3 +265,13 @@ async def test_who_hears_nothing_of_its_proxy_drops_its_requests_and_exports(
         assert hello.proxies_lost == 1
         assert it.engine.aborted == ["a"], "nobody waits for it any more"
         assert not it.engine.stopped, "another proxy may come"
+
+
+async def test_an_engine_call_that_takes_long_holds_nothing_else_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(tmp_path, monkeypatch) as it:
+        await it.say(wire.Utility(1, "add_lora", msgspec.Raw(msgspec.msgpack.encode([["name", 1]]))))
+        await it.submit("a")
+        it.engine.adapter_is_read.set()
+        assert (await it.hear(wire.UtilityReply)).error == ""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch.guard import pause_s
 from cluster.launch.held_start import start_held
 from cluster.launch.local import (
     LaunchError,
@@ -23,7 +22,7 @@ from cluster.launch.local import (
     make_runtime_dir,
     worker_command,
 )
-from cluster.launch.worker_plan import plan_workers
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.worker_settings import read_worker_settings
@@ -240,15 +239,6 @@ async def test_a_lost_watchdog_is_replaced_and_knows_what_the_lost_one_knew(tmp_
         await asyncio.sleep(0.02)
 
 
-def test_a_watchdog_that_keeps_dying_is_replaced_more_and_more_seldom() -> None:
-    pauses = [0.0]
-    for _ in range(12):
-        pauses.append(pause_s(pauses[-1], 0.01))
-    assert pauses[1:5] == [0.1, 0.2, 0.4, 0.8]
-    assert pauses[-1] == 30.0
-    assert pause_s(30.0, 60.0) == 0.0, "one that lived is replaced at once"
-
-
 def test_the_runtime_directory_is_private_and_short_enough_for_sockets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -266,7 +256,7 @@ def test_the_runtime_directory_is_private_and_short_enough_for_sockets(
 def test_a_worker_is_told_its_part_of_the_configuration(tmp_path: Path) -> None:
     overrides = ["transfer.links=[zmq]", "engine.max_num_seqs=7", "pools.decode.env.X=1"]
     config = load_config(None, [*overrides, "scheduling.chunk_order=arrival", "slo.itl_s=0.3"])
-    plan = plan_workers(config, Machine(cores=(0, 1)))[1]
+    plan = WorkerPlanner(config, Machine(cores=(0, 1))).first()[1]
     command = worker_command(plan, config, "/models/m", tmp_path, {"PATH": "/bin", "X": "0"})
     assert command.argv[:3] == (sys.executable, "-m", "decode.worker")
     settings = read_worker_settings(Path(command.argv[3]))

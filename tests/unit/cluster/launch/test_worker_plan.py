@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import ClusterConfig
-from cluster.launch.worker_plan import WorkerPlan, plan_workers
+from cluster.launch.worker_plan import WorkerPlan, WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
@@ -18,7 +18,7 @@ MODEL = ModelFacts(30, 9, 3, 64, 8192, 269_000_000)
 
 
 def planned(machine: Machine, *overrides: str) -> dict[str, WorkerPlan]:
-    return {plan.worker_id: plan for plan in plan_workers(load_config(None, overrides), machine, MODEL)}
+    return {plan.worker_id: plan for plan in WorkerPlanner(load_config(None, overrides), machine, MODEL).first()}
 
 
 def binds(machine: Machine, *overrides: str) -> dict[str, str]:
@@ -82,7 +82,7 @@ def test_every_rank_gets_a_core_and_none_is_shared_while_they_last(
             }
         }
     )
-    dealt = [cores for plan in plan_workers(config, machine) for cores in plan.cores]
+    dealt = [cores for plan in WorkerPlanner(config, machine).first() for cores in plan.cores]
     assert len(dealt) == replicas[0] * ranks[0] + replicas[1] * ranks[1]
     assert all(dealt)
     used = [cpu for cores in dealt for cpu in cores]
@@ -118,7 +118,7 @@ def test_kv_memory_shrinks_with_free_memory_and_grows_on_large_machines() -> Non
 def test_default_kv_memory_and_weights_fit_into_free_memory(free_mib: int, replicas: int) -> None:
     config = load_config(None, [f"pools.decode.replicas={replicas}"])
     machine = replace(TWO_CORES, memory_free_bytes=free_mib << 20)
-    plans = plan_workers(config, machine, MODEL)
+    plans = WorkerPlanner(config, machine, MODEL).first()
     total = sum(plan.engine["kv_cache_memory_bytes"] + MODEL.weight_bytes for plan in plans)
     least = len(plans) * ((256 << 20) + MODEL.weight_bytes)
     assert total <= max(machine.memory_free_bytes, least)
@@ -152,7 +152,7 @@ def test_tensor_parallel_reaches_the_engine() -> None:
 
 def test_a_model_on_disk_is_not_looked_up_on_a_hub() -> None:
     assert planned(TWO_CORES)["decode-0"].env["HF_HUB_OFFLINE"] == "1"
-    by_name = plan_workers(load_config(None, ["model=some/name"]), TWO_CORES, None)
+    by_name = WorkerPlanner(load_config(None, ["model=some/name"]), TWO_CORES, None).first()
     assert "HF_HUB_OFFLINE" not in by_name[0].env
     told = planned(replace(TWO_CORES, environ={"HF_HUB_OFFLINE": "0"}))
     assert "HF_HUB_OFFLINE" not in told["decode-0"].env

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.launch.worker_plan import plan_workers
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.memory.fit_checks import fit_problems
@@ -30,13 +30,13 @@ def pools(prefill: int, decode: int, *more: str) -> list[str]:
 
 def problems_of(overrides: list[str], model: ModelFacts | None, machine: Machine) -> list[Problem]:
     config = load_config(None, overrides)
-    return fit_problems(config, plan_workers(config, machine, model), machine, model)
+    return fit_problems(config, WorkerPlanner(config, machine, model).first(), machine, model)
 
 
 def memory_of(overrides: list[str], model: ModelFacts, machine: Machine) -> WorkerMemory:
     """Of the prefill worker."""
     config = load_config(None, overrides)
-    return worker_memory(plan_workers(config, machine, model)[0], machine, model)
+    return worker_memory(WorkerPlanner(config, machine, model).first()[0], machine, model)
 
 
 def test_the_hand_calculation_of_a_70b_model_on_four_gpus_comes_out() -> None:

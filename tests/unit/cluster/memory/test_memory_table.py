@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cluster.launch.worker_plan import plan_workers
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
@@ -11,7 +11,7 @@ from tests.unit.cluster.memory.models_70b import h100s, llama_70b
 
 
 def shown(overrides: Sequence[str], model: ModelFacts | None, machine: Machine) -> str:
-    table = memory_table(plan_workers(load_config(None, overrides), machine, model), machine, model)
+    table = memory_table(WorkerPlanner(load_config(None, overrides), machine, model).first(), machine, model)
     if table is None:
         return ""
     console = Console(width=200)

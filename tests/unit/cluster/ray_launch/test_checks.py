@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.launch.worker_plan import plan_workers
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight.config_file import load_config
 from cluster.preflight.machine import Machine, nodes_of_a_cluster
 from cluster.preflight.problems import ConfigError
@@ -61,7 +61,9 @@ def test_ray_without_launch_is_refused() -> None:
 
 def test_workers_elsewhere_get_neither_cores_nor_devices_of_this_machine() -> None:
     here = Machine(cores=(0, 1), gpus=("0", "1"), environ={"VLLM_NO_USAGE_STATS": "0"})
-    plans = plan_workers(configured("pools.decode.tensor_parallel=16", "ray.cpus_per_rank=4"), nodes_of_a_cluster(here))
+    plans = WorkerPlanner(
+        configured("pools.decode.tensor_parallel=16", "ray.cpus_per_rank=4"), nodes_of_a_cluster(here)
+    ).first()
     for plan in plans:
         assert plan.cores == ()
         assert "CUDA_VISIBLE_DEVICES" not in plan.env

@@ -12,7 +12,7 @@ from cluster.preflight.config_file import load_config
 from cluster.ray_launch.keeper import settings_on_node, worker_environment
 from cluster.ray_launch.leftovers import MARK, end_leftovers, marked
 from cluster.ray_launch.messages import Exited, Keep, KeeperSays, NotStarted, Started, WorkerJob
-from cluster.simulated.launch import plan_simulated_workers, simulated_commands
+from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from tests.unit.cluster.families import gone_within
 
 NODE_IP = "127.0.0.1"
@@ -20,7 +20,7 @@ NODE_IP = "127.0.0.1"
 
 def job_of(directory: Path, run_id: str, module: str = "cluster.simulated") -> WorkerJob:
     config = load_config(None, ["engine=simulated", "simulation.workers_per_process=1"])
-    command = simulated_commands(plan_simulated_workers(config), config, "m", None, directory, {})[-1]
+    command = simulated_commands(SimulatedPlanner(config).first(), config, "m", None, directory, {})[-1]
     settings = Path(command.argv[-1]).read_text()
     return WorkerJob(command.worker_id, command.role, command.workers, module, settings, {"MINE": "1"}, run_id)
 

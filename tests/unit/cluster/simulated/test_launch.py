@@ -16,8 +16,8 @@ from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError
 from cluster.simulated.engine.vocabulary import word_tokens
 from cluster.simulated.launch import (
+    SimulatedPlanner,
     is_simulated,
-    plan_simulated_workers,
     simulated_commands,
     simulated_in_role,
     simulation_problems,
@@ -75,7 +75,7 @@ def test_what_a_simulated_worker_cannot_do_is_a_problem() -> None:
 
 def test_workers_share_processes_as_many_as_are_asked_for(tmp_path: Path) -> None:
     config = simulated("pools.prefill.replicas=3", "pools.decode.replicas=2", "simulation.workers_per_process=4")
-    commands = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, {"A": "1"})
+    commands = simulated_commands(SimulatedPlanner(config).first(), config, "m", FACTS, tmp_path, {"A": "1"})
     assert [[worker_id for worker_id, _ in command.workers] for command in commands] == [
         ["prefill-0", "prefill-1", "prefill-2", "decode-0"],
         ["decode-1"],
@@ -101,7 +101,7 @@ def _tokenizer(directory: Path, vocabulary: object) -> Path:
 
 def test_a_worker_that_took_another_role_is_started_again_in_it(tmp_path: Path) -> None:
     config = simulated("pools.decode.replicas=2")
-    (command,) = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, {})
+    (command,) = simulated_commands(SimulatedPlanner(config).first(), config, "m", FACTS, tmp_path, {})
     assert is_simulated(command)
     changed = simulated_in_role(command, "decode-1", "prefill")
     roles = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "prefill")]
@@ -114,7 +114,7 @@ async def test_all_workers_of_a_killed_process_come_back_together(tmp_path: Path
     downs: list[WorkerDown] = []
     fleet = Fleet("on_failure", downs.append)
     config = simulated("pools.decode.replicas=2")
-    (command,) = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, dict(os.environ))
+    (command,) = simulated_commands(SimulatedPlanner(config).first(), config, "m", FACTS, tmp_path, dict(os.environ))
     await fleet.start([command])
     fleet.serve()
     first = fleet.launcher.groups["decode-1"]
@@ -133,7 +133,7 @@ async def test_a_killed_process_is_the_end_of_every_worker_in_it(tmp_path: Path)
     exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
     launcher = LocalLauncher(exits.put_nowait)
     config = simulated()
-    (command,) = simulated_commands(plan_simulated_workers(config), config, "m", FACTS, tmp_path, dict(os.environ))
+    (command,) = simulated_commands(SimulatedPlanner(config).first(), config, "m", FACTS, tmp_path, dict(os.environ))
     await launcher.start([command])
     assert set(launcher.groups) == {"prefill-0", "decode-0"}
     try:

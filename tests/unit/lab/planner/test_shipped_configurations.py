@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ClusterConfig, PoolConfig
-from cluster.launch.worker_plan import plan_workers
+from cluster.launch.worker_plan import WorkerPlanner
 from cluster.preflight import config_checks
 from cluster.preflight.config_checks import check_config
 from cluster.preflight.config_file import load_config
@@ -85,7 +85,7 @@ def test_sixteen_gpus_are_two_nodes_of_a_ray_cluster_and_every_worker_gets_one(n
     config = read(name, "launch=ray")
     assert load_config(EXAMPLES / f"{name}.yaml").launch == "ray"
     asks = []
-    for plan in plan_workers(config, Machine(cores=(0,), gpus=("any",), elsewhere=True), model_of(name)):
+    for plan in WorkerPlanner(config, Machine(cores=(0,), gpus=("any",), elsewhere=True), model_of(name)).first():
         ranks = plan.engine["tensor_parallel_size"]
         asks.append(Ask(plan.worker_id, plan.role, {"GPU": float(ranks), "CPU": float(ranks)}))
     free = {"GPU": 8.0, "CPU": 64.0}
@@ -114,7 +114,7 @@ def test_the_table_of_examples_says_what_the_planner_says(name: str) -> None:
 def test_what_is_refused_at_start_and_what_the_planner_refuses_agree(name: str) -> None:
     config = read(name)
     machine = h100s(gpus_of(name), int(H100.memory_bytes))
-    for plan in plan_workers(config, machine, model_of(name)):
+    for plan in WorkerPlanner(config, machine, model_of(name)).first():
         worker = worker_memory(plan, machine, model_of(name))
         steps = planned(config, config.pools.of(plan.role), name)
         assert worker.kv_bytes_per_token == steps.kv_bytes_per_token
