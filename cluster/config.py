@@ -10,12 +10,13 @@ from pydantic import Field, field_validator, model_validator
 
 from cluster.configuration.address import AddressConfig
 from cluster.configuration.autoscale import AutoscaleConfig
-from cluster.configuration.node import ConfigNode
+from cluster.configuration.node import ConfigNode, Environment
 from cluster.configuration.security import RateLimitsConfig, SecurityConfig, one_address
 from cluster.configuration.slo import SloConfig
 from cluster.ray_launch.config import RayConfig
 
 Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 LinkName = Literal["cuda_ipc", "nccl", "host", "zmq"]
 ChunkOrder = Literal["deadline", "arrival"]
 
@@ -67,24 +68,16 @@ class PoolConfig(ConfigNode):
         default_factory=dict,
         description="vLLM engine options for this role, by vLLM's own names; they win over the top-level `engine`.",
     )
-    env: dict[str, str] = Field(
+    env: Environment = Field(
         default_factory=dict,
         description="Environment variables of these workers, e.g. CUDA_VISIBLE_DEVICES; they win over twinpool's.",
     )
-
     niceness: int = Field(
         default=10,
         ge=0,
         le=19,
         description="How far these workers step back for other processes where they compute on CPUs; 0: not at all.",
     )
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _yaml_reads_digits_as_numbers(cls, value: object) -> object:
-        if isinstance(value, dict):
-            return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
-        return value
 
 
 class PoolsConfig(ConfigNode):
@@ -330,7 +323,7 @@ class ClusterConfig(ConfigNode):
     @model_validator(mode="after")
     def _nobody_pays_attention_to_a_simulation_that_is_off(self) -> "ClusterConfig":
         if self.simulation.enabled:
-            options = [name for name in ("prefill", "decode") if self.pools.of(name).engine]
+            options = [role for role in ROLES if self.pools.of(role).engine]
             if self.engine or options:
                 where = "engine" if self.engine else f"pools.{options[0]}.engine"
                 raise ValueError(
@@ -342,7 +335,7 @@ class ClusterConfig(ConfigNode):
 
     @model_validator(mode="after")
     def _pools_begin_within_their_bounds(self) -> "ClusterConfig":
-        for role in ("prefill", "decode") if self.autoscale.enabled else ():
+        for role in ROLES if self.autoscale.enabled else ():
             bounds, replicas = getattr(self.autoscale, role), getattr(self.pools, role).replicas
             if not bounds.min <= replicas <= (bounds.max or replicas):
                 raise ValueError(

@@ -15,6 +15,7 @@ from cluster.fleet.launcher import Launcher, MakeLauncher
 from cluster.fleet.recruiting import Recruiter
 from cluster.fleet.restarts import REMOVED, Mode, Outlook, Restarts, StartAgain, StayDown
 from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, in_role
+from cluster.launch.logs import log_failure
 from cluster.launch.seats import NothingFree
 from cluster.simulated.launch import is_simulated, simulated_in_role, simulated_without
 from cluster.status import LaunchNote
@@ -271,13 +272,9 @@ class Fleet:
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(log_failure)
         return task
-
-    def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
 
     async def _start_again(self, first: str, after_s: float) -> None:
         await self.launcher.until_gone(first)

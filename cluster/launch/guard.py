@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.launch import watchdog
 from cluster.launch.backoff import Backoff
+from cluster.launch.logs import log_failure
 
 log = logging.getLogger("twinpool.launcher")
 
@@ -37,6 +38,7 @@ class Guard:
         if self._keeper is None:
             await self._spawn()
             self._keeper = asyncio.create_task(self._keep(), name="watch the watchdog")
+            self._keeper.add_done_callback(log_failure)
 
     def covers(self, group: int) -> None:
         """A process group is to end with this process."""

@@ -24,6 +24,7 @@ from cluster.config import ClusterConfig
 from cluster.launch import watchdog
 from cluster.launch.guard import Guard
 from cluster.launch.held_start import release, start_held
+from cluster.launch.logs import log_failure
 from cluster.launch.worker_plan import WorkerPlan
 from cluster.trust import cluster_key, proxy_address
 from cluster.worker_settings import WorkerSettings, read_worker_settings, write_worker_settings
@@ -182,7 +183,7 @@ class LocalLauncher:
         release(process)
         log.info("worker_started worker=%s pid=%d log=%s", command.worker_id, process.pid, command.log_path)
         watcher = asyncio.create_task(self._watch(command, process, log_start), name=f"watch {command.worker_id}")
-        watcher.add_done_callback(_log_failure)
+        watcher.add_done_callback(log_failure)
         self._watchers[command.worker_id] = watcher
 
     async def _watch(self, command: WorkerCommand, process: asyncio.subprocess.Process, log_start: int) -> None:
@@ -260,11 +261,6 @@ class LocalLauncher:
         """The same without the event loop, for a signal that arrives while that is busy importing."""
         self._stopping = True
         watchdog.end_groups(set(self._groups.values()), grace_s)
-
-
-def _log_failure(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
 
 
 async def _kill(groups: Sequence[int]) -> None:

@@ -1,6 +1,9 @@
-"""What a started process writes to its log."""
+"""What a started process writes to its log, and what the launcher says of tasks that fail."""
 
+import asyncio
 import logging
+
+log = logging.getLogger("twinpool.launcher")
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
@@ -12,3 +15,9 @@ def start_log() -> None:
     """
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     logging.getLogger("twinpool").setLevel(logging.INFO)
+
+
+def log_failure(task: "asyncio.Task[None]") -> None:
+    """To be called when a task of the launcher is done: nobody waits for it who would notice."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)

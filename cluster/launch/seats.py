@@ -4,10 +4,9 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.config import PoolConfig, Role
+from cluster.config import ROLES, PoolConfig, Role
 from cluster.preflight.machine import Machine
 
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

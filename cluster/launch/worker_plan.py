@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import ClusterConfig, PoolConfig, Role
-from cluster.launch.seats import BIND, DEVICES, ROLES, Seats
+from cluster.config import ROLES, ClusterConfig, PoolConfig, Role
+from cluster.launch.seats import BIND, DEVICES, Seats
 from cluster.preflight.machine import Machine
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import ConfigError, Problem

@@ -6,10 +6,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from cluster.configuration.address import AddressConfig
-from cluster.configuration.node import ApiKeys, ConfigNode
+from cluster.configuration.node import ApiKeys, ConfigNode, Environment
 
 Policy = Literal["pinned", "on_demand", "scale_to_zero"]
 OnStarting = Literal["wait", "reject"]
@@ -52,24 +52,9 @@ class ModelConfig(ConfigNode):
     wake_timeout_s: float = Field(
         default=60.0, gt=0, description="With sleep: one that is not awake by then is stopped and started instead."
     )
-    env: dict[str, str] = Field(
+    env: Environment = Field(
         default_factory=dict, description="Environment of its processes, e.g. CUDA_VISIBLE_DEVICES."
     )
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _yaml_reads_digits_as_numbers(cls, value: object) -> object:
-        if isinstance(value, dict):
-            return {key: str(item) if type(item) in (int, float) else item for key, item in value.items()}
-        return value
-
-    @field_validator("env")
-    @classmethod
-    def _an_environment_can_hold_it(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, value in env.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"{name!r} cannot be set; a name is not empty and has no '=', and NUL stands nowhere")
-        return env
 
     @model_validator(mode="after")
     def _who_sleeps_gives_up_its_place(self) -> "ModelConfig":

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.config import (
     OWNED_ENGINE_OPTIONS,
+    ROLES,
     SHARED_ENGINE_OPTIONS,
     UNTESTED_ENGINE_OPTIONS,
     ClusterConfig,
@@ -28,7 +29,6 @@ from cluster.simulated.launch import SimulatedPlanner, simulation_problems
 _CPU_BLOCK_MULTIPLE = 32
 _WHOLE_NUMBERS = ("max_model_len", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs")
 _NO_GROUP = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-_ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,18 @@ def port_problems(config: ClusterConfig) -> list[Problem]:
     if config.server.options.get("uds"):
         return []
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, ValueError) as error:  # `ValueError`: what cannot even be looked up
+        reason = getattr(error, "strerror", None) or error
         return [
-            Problem(
-                "server.host", f"{host!r} is no address of this machine ({error.strerror})", "Use 127.0.0.1 or 0.0.0.0"
-            )
+            Problem("server.host", f"{host!r} is no address of this machine ({reason})", "Use 127.0.0.1 or 0.0.0.0")
         ]
-    with socket.socket(family[0], socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(family[4])
-        except OSError as error:
-            return [_port_problem(host, port, error)]
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return [_port_problem(host, port, error)]
     return []
 
 
@@ -182,7 +181,7 @@ def parallel_problems(config: ClusterConfig, model: ModelFacts | None) -> list[P
     if model is None or model.num_heads is None:
         return []
     problems = []
-    for role in _ROLES:
+    for role in ROLES:
         ranks = config.pools.of(role).tensor_parallel
         fitting = [n for n in range(1, model.num_heads + 1) if model.heads_divide(n)]
         if config.pools.of(role).replicas and ranks not in fitting:
@@ -236,5 +235,5 @@ def _may_be_longer(plan: WorkerPlan, machine: Machine) -> bool:
 
 
 def _engine_tables(config: ClusterConfig) -> list[tuple[str, Mapping[str, Any]]]:
-    pools: list[tuple[Role, PoolConfig]] = [(role, config.pools.of(role)) for role in _ROLES]
+    pools: list[tuple[Role, PoolConfig]] = [(role, config.pools.of(role)) for role in ROLES]
     return [("engine", config.engine), *((f"pools.{role}.engine", pool.engine) for role, pool in pools)]

@@ -1,6 +1,6 @@
 """Reads the configuration from a YAML file and from overrides like `pools.decode.replicas=2`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -14,6 +14,8 @@ from cluster.preflight.problems import ConfigError, Problem, did_you_mean
 
 # Fields whose values are never shown.
 _SECRETS = {"admin_key", "api_key", "api_keys"}
+# PyYAML raises `ValueError` for what looks like a date and is none.
+_NO_YAML = (yaml.YAMLError, ValueError)
 
 Tree = TypeVar("Tree", bound=BaseModel)
 
@@ -25,6 +27,8 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # refused below, with its place
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
@@ -78,7 +82,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError([Problem("", f"{path} is not UTF-8 text", "Give a YAML file")]) from error
     try:
         tree = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(
             [Problem("", f"{path} is not valid YAML: {_yaml_fault(error)}", "Correct that line")]
         ) from error
@@ -97,7 +101,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _yaml_fault(error: yaml.YAMLError) -> str:
+def _yaml_fault(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
@@ -119,7 +123,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         )
     try:
         value = yaml.load(text, Loader=_StrictLoader) if text else ""  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
+    except _NO_YAML as error:
         raise ConfigError(
             [Problem(path, f"the value {text!r} is not valid YAML: {_yaml_fault(error)}", "Quote it")]
         ) from error

@@ -213,7 +213,7 @@ class SimulatedWorker:
             self._engine.block_count(),
             self._desk.exports,
             self._desk.imports,
-            self._line.bad_frames,
+            self._line.bad_frames + self._peers.bad_frames,
             self._engine.tokens_computed,
             asleep=self._slumber.asleep,
         )

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from cluster.config import ClusterConfig, Role
+from cluster.config import ROLES, ClusterConfig, Role
 from cluster.launch.local import WorkerCommand
-from cluster.launch.seats import ROLES
 from cluster.launch.worker_plan import WorkerPlan
 from cluster.preflight.model_facts import ModelFacts
 from cluster.preflight.problems import Problem

@@ -142,9 +142,12 @@ def _until_up(url: str, api_key: str, model: ModelStatus) -> ModelStatus:
     """Raises `CallFailed` when it does not come up."""
     deadline_s = time.monotonic() + _START_LIMIT_S
     with Console(highlight=False, stderr=True).status(f"{model.name} is being started"):
-        while model.state != "up" and time.monotonic() < deadline_s:
+        while model.state != "up":
             if model.cause:
                 raise CallFailed(f"{model.name} did not come up, and is tried again: {model.cause}")
+            if time.monotonic() >= deadline_s:
+                late = f"{model.name} is not up after {_START_LIMIT_S:g} s: {model.state}"
+                raise CallFailed(f"{late}; `twinpool model list` shows how far it is")
             time.sleep(_LOOK_AGAIN_S)
             found = _find(url, api_key, model.name)
             if found is None:

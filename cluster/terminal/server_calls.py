@@ -3,6 +3,7 @@
 import sys
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Annotated, NoReturn, TypeVar
 
 import msgspec
@@ -62,14 +63,15 @@ def _call(endpoint: str, api_key: str, what: str, body: bytes | None, method: st
     except urllib.error.HTTPError as error:
         with error:
             raise CallFailed(_refusal(endpoint, error)) from error
-    except (OSError, ValueError) as error:
-        raise CallFailed(_nobody(endpoint, what, str(getattr(error, "reason", error)))) from error
+    except (OSError, ValueError, HTTPException) as error:
+        reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise CallFailed(_nobody(endpoint, what, reason)) from error
 
 
 def _refusal(endpoint: str, error: urllib.error.HTTPError) -> str:
     try:
         return msgspec.json.decode(error.read(), type=Refusal).error.message
-    except (msgspec.DecodeError, OSError):
+    except (msgspec.DecodeError, OSError, HTTPException):
         return f"{endpoint} answered {error.code} {error.reason}. Is it a twinpool, and is the --api-key right?"
 
 

@@ -10,7 +10,7 @@ import logging
 import time
 from typing import Any, Literal, Protocol
 
-from cluster.launch.seats import ROLES
+from cluster.config import ROLES
 from cluster.orders import SleepOrder, Slept, WakeOrder
 from proxy.scheduling.place import ASLEEP, Reject
 from proxy.workers.administration import Administration, OrderRefused

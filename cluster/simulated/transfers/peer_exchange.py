@@ -1,7 +1,6 @@
 """How simulated workers reach each other: a process listens on one socket and has one to each that it writes to."""
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -28,6 +27,7 @@ class PeerExchange:
     def __init__(self, context: zmq.asyncio.Context, bind: str, key: ClusterKey | None = None) -> None:
         """Binds at once. Raises `zmq.ZMQError`. Over tcp only who holds the key is listened to."""
         self.bad_frames = 0
+        """Dropped by this process; each of its workers reports them, since they were for none in particular."""
         self._context = context
         self._mailboxes: dict[str, Callable[[PeerMessage], None]] = {}
         self._read = reader(msgspec.msgpack.Decoder[PeerMessage](PeerMessage))
@@ -50,10 +50,15 @@ class PeerExchange:
         self._mailboxes.pop(epoch, None)
 
     def send(self, letters: list[Letter]) -> None:
-        """Sends, or drops when the peer has not read for long."""
+        """Sends, or drops when the peer has not read for long, or its address is none."""
         for address, message in letters:
-            with contextlib.suppress(zmq.Again):
+            try:
                 self._peer(address).send(self._encoder.encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            except zmq.ZMQError as error:
+                self.bad_frames += 1
+                log.warning("no_peer_address address=%s error=%s", address, error)
 
     def _peer(self, address: str) -> "zmq.Socket[bytes]":
         peer = self._peers.get(address)
@@ -62,8 +67,12 @@ class PeerExchange:
             peer = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
             peer.setsockopt(zmq.LINGER, 0)
             peer.setsockopt(zmq.SNDHWM, _QUEUE)
-            call_with_key(peer, address, self._key)
-            peer.connect(address)
+            try:
+                call_with_key(peer, address, self._key)
+                peer.connect(address)
+            except zmq.ZMQError:
+                peer.close()
+                raise
             self._peers[address] = peer
             if len(self._peers) > _MAX_PEERS:
                 self._peers.popitem(last=False)[1].close()

@@ -54,6 +54,12 @@ def test_the_defaults_pass_and_give_the_plan() -> None:
     assert [plan.worker_id for plan in plans] == ["prefill-0", "decode-0"]
 
 
+def test_an_address_that_nobody_can_look_up_is_named() -> None:
+    problem = problem_of("server.host=a..b", "server.open_to_all=true")
+    assert problem.field == "server.host"
+    assert "'a..b' is no address of this machine" in problem.what
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -56,6 +56,25 @@ def test_numbers_in_env_become_text() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ['"A=B"', '""', '"A\\0"'])
+def test_what_no_process_can_have_in_its_environment_is_refused(tmp_path: Path, name: str) -> None:
+    problem = problem_of(file=written(tmp_path, f"pools: {{decode: {{env: {{{name}: x}}}}}}"))
+    assert problem.field == "pools.decode.env"
+    assert "cannot be set" in problem.what
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("? [1, 2]\n: 3\n", "unhashable key in line 1"), ("served_model_name: 2024-13-45\n", "month must be in 1..12")],
+)
+def test_yaml_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, text: str, fault: str) -> None:
+    assert fault in problem_of(file=written(tmp_path, text)).what
+
+
+def test_an_override_that_looks_like_a_date_and_is_none_is_told_too() -> None:
+    assert "month must be in 1..12" in problem_of("served_model_name=2024-13-45").what
+
+
 @pytest.mark.parametrize(
     ("override", "field", "guess"),
     [

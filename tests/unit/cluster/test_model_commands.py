@@ -86,6 +86,13 @@ def test_a_model_that_does_not_come_up_is_a_failure_with_its_cause(script: Scrip
     assert (code, output) == (1, "twinpool: a did not come up, and is tried again: no such directory")
 
 
+def test_a_model_that_is_not_up_in_time_is_a_failure(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_commands, "_START_LIMIT_S", 0.0)
+    script.reply = (201, status("starting"))
+    code, output = run(script, "model", "add", "a", "model=/m")
+    assert (code, "a is not up after 0 s: starting" in output) == (1, True)
+
+
 def test_a_refusal_is_told(script: Script) -> None:
     script.reply = (409, Refusal(RefusalText("the model a is there already", 409)))
     assert run(script, "model", "add", "a") == (1, "twinpool: the model a is there already")

@@ -1,7 +1,9 @@
 """`twinpool drain`, `role` and `restart` against a server that plays a script."""
 
 import io
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -128,6 +130,22 @@ def test_nobody_there_names_the_address_and_the_remedy(free_port: int) -> None:
     result = CliRunner().invoke(commands.app, ["drain", "decode-1", "--url", f"http://127.0.0.1:{free_port}"])
     assert result.exit_code == 1
     assert f"no answer from http://127.0.0.1:{free_port}/twinpool/workers/decode-1/drain" in result.stderr
+
+
+def test_somebody_who_speaks_no_http_is_told_like_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+
+        def talk() -> None:
+            with listening.accept()[0] as other:
+                other.recv(1 << 16)
+                other.sendall(b"220 mail.example.org\r\n")
+
+        talking = thread.submit(talk)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        result = CliRunner().invoke(commands.app, ["drain", "decode-1", "--url", url])
+        talking.result(10)
+    assert result.exit_code == 1
+    assert f"no answer from {url}/twinpool/workers/decode-1/drain: 220 mail.example.org" in result.stderr
 
 
 @pytest.mark.parametrize(

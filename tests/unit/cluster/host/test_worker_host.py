@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from cluster import messages as wire
 from cluster.config import LivenessConfig, TransferConfig
 from cluster.host import drain, proxy_line, worker_host
+from cluster.host.vllm_engine import EngineLost
 from cluster.host.worker_host import WorkerHost
 from cluster.worker_settings import WorkerSettings
 from kvtransfer import host_messages
@@ -35,7 +36,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.stopped = False
         self.adapter_is_read = asyncio.Event()
-        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | EngineLost] = asyncio.Queue()
 
     def read_request(self, frames: list[bytes]) -> str:
         return frames[0].decode()
@@ -51,13 +52,19 @@ class FakeEngine:
         return True
 
     async def next_outputs(self) -> EngineCoreOutputs:
-        return await self._outputs.get()
+        outputs = await self._outputs.get()
+        if isinstance(outputs, EngineLost):
+            raise outputs
+        return outputs
 
     def outputs_frames(self, outputs: EngineCoreOutputs) -> list[bytes]:
         return [",".join(output.request_id for output in outputs.outputs).encode()]
 
     async def stop(self, _timeout_s: float) -> None:
         self.stopped = True
+
+    def die(self) -> None:
+        self._outputs.put_nowait(EngineLost("the engine core died"))
 
     def finish(self, request_id: str) -> None:
         output = EngineCoreOutput(request_id, [5], finish_reason=FinishReason.LENGTH)
@@ -275,3 +282,12 @@ async def test_an_engine_call_that_takes_long_holds_nothing_else_up(
         await it.submit("a")
         it.engine.adapter_is_read.set()
         assert (await it.hear(wire.UtilityReply)).error == ""
+
+
+async def test_a_dead_engine_is_the_cause_that_the_host_leaves_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(tmp_path, monkeypatch) as it:
+        it.engine.die()
+        assert (await it.hear(wire.Goodbye)).reason == "the engine core died"
+        assert await it.task == 1
