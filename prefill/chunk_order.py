@@ -6,15 +6,15 @@ further token would delay the urgent prompt by as much as it helps somebody else
 they keep their blocks and go on later where they stopped.
 
 Nobody starves. A deadline that cannot be met any more slips, but only so far (`latest_s`), and later arrivals rank
-behind it. And a prompt that has waited for `PATIENCE` times its own prefill time always keeps a share of the step, also
-against an endless stream of requests of better priority.
+behind it. And a prompt that still waits then always keeps a share of the step, also against an endless stream of
+requests of better priority. Before that it gets none: whoever may still be in time must not make others late.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PATIENCE = 4.0
-"""Times its own prefill time that a prompt waits before it is owed a share."""
+"""Times its own prefill time that a prompt waits before it is owed a share, if its deadline is not later."""
 PATIENCE_AT_LEAST_S = 1.0
 SHARE = 8
 """The prompt that is owed one gets an eighth of each step's budget."""
@@ -60,9 +60,8 @@ def effective_deadline_s(prefill: Prefill, now_s: float, token_s: float) -> floa
 
 
 def is_impatient(prefill: Prefill, now_s: float, token_s: float) -> bool:
-    """It has waited out its patience."""
-    patience_s = max(PATIENCE_AT_LEAST_S, PATIENCE * own_s(prefill, token_s))
-    return now_s >= prefill.arrival_s + patience_s
+    """It has waited out its patience, and its deadline is past."""
+    return now_s >= max(latest_s(prefill, token_s), prefill.arrival_s + PATIENCE_AT_LEAST_S)
 
 
 def by_urgency(prefills: Sequence[Prefill], now_s: float, token_s: float) -> list[Prefill]:

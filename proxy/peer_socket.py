@@ -119,7 +119,7 @@ class PeerSocket(Generic[Received]):
     async def _read(self) -> None:
         # Waiting costs a future each time: what is there already is taken without. No other coroutine runs in between,
         # so the next wait looks at the socket before it trusts that it will be woken.
-        plain = zmq.Socket.shadow(self._socket)
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
             self._take(await self._socket.recv_multipart(copy=False))
             for _ in range(AT_ONCE):

@@ -66,9 +66,16 @@ class _Offer:
 
 
 def fit(
-    pools: Pools, lengths: OutputLengths, way: Route, entry: Entry, cached: Mapping[str, int], now_s: float
+    pools: Pools,
+    lengths: OutputLengths,
+    way: Route,
+    entry: Entry,
+    cached: Mapping[str, int],
+    now_s: float,
+    caution: float = 1.0,
 ) -> Fit | NoFit:
-    """`cached`: tokens of the prompt that workers have. The same arguments always give the same answer."""
+    """`cached`: tokens of the prompt that workers have. `caution`: by how much predictions are stretched before a
+    request counts as in time. The same arguments always give the same answer."""
     # Engines refuse to start unless one request of the greatest length fits.
     longest = max(entry.shape.num_prompt_tokens, *pools.decode_lens, 0)
     expected = min(entry.shape.num_prompt_tokens + lengths.expected(entry.shape.max_tokens), longest)
@@ -76,7 +83,7 @@ def fit(
         case Local(worker_id, _):
             return _local(pools, way, entry.shape, expected, cached.get(worker_id, 0))
         case PrefillOnly() | Remote():
-            return _through_prefill(pools, way, entry, expected, cached, now_s)
+            return _through_prefill(pools, way, entry, expected, cached, now_s, caution)
         case _:
             return NoFit(way.reason, 0.0, 0.0)
 
@@ -107,6 +114,7 @@ def _through_prefill(
     expected: int,
     cached: Mapping[str, int],
     now_s: float,
+    caution: float,
 ) -> Fit | NoFit:
     shape, needed = entry.shape, entry.shape.num_prompt_tokens + 1
     urgency: Urgency = (entry.rank, entry.deadline_s)
@@ -122,8 +130,11 @@ def _through_prefill(
     if not offers:
         return NoFit("no_prefill_worker", 0.0, 0.0)
     shortest_s = min(offer.ahead_s for offer in offers if offer.avoided == offers[0].avoided)
-    if isinstance(way, Remote) and (spill := _overflow(pools, shape, expected, shortest_s)) is not None:
-        return spill
+    if isinstance(way, Remote):
+        left_s = (entry.deadline_s - now_s) / caution
+        is_late = min(offer.first_token_in_s for offer in offers) > left_s
+        if (spill := _overflow(pools, shape, expected, shortest_s, left_s, is_late)) is not None:
+            return spill
     reason, full_for = "prefill_full", set[str]()
     is_settled = _is_settled(offers)
     for offer in offers:
@@ -196,17 +207,28 @@ def _fit(
     return Fit(placement, offer.worker, decode, job, blocks, offer.first_token_in_s, offer.prefill_s)
 
 
-def _overflow(pools: Pools, shape: RequestShape, expected: int, ahead_s: float) -> Fit | None:
-    """A decode worker computes the prompt if that takes less than half the wait for a prefill worker (its time is
-    everybody's), and if everybody's gap between tokens stays within its target; one prompt at a time. Never that of a
-    probe, which is there to go through both pools."""
+def _overflow(
+    pools: Pools, shape: RequestShape, expected: int, ahead_s: float, left_s: float, is_late: bool
+) -> Fit | None:
+    """A decode worker computes the prompt because prefill workers are busy, if that takes it less than half the wait
+    for one of them (its time is everybody's; `ahead_s`), and if everybody's gap between tokens stays within its target.
+
+    So the prompt must fit between two steps. Or, if the first token would be late otherwise (`is_late`), some steps
+    take a chunk of it each, and it must come within `left_s`. One prompt at a time, and never a probe, which is there
+    to go through both pools.
+    """
     if ahead_s <= 0.0 or shape.standing.slo.name == PROBE.name:
         return None
     worker = pools.decode_for(shape.num_prompt_tokens + 1, expected, avoid=shape.avoid, adapter=shape.adapter)
-    if worker is None or worker.local_prefills:
-        return None
     prefill_s = pools.average.prefill_s(shape.num_prompt_tokens)
-    if 2 * prefill_s >= ahead_s or prefill_s > worker.spare_s(shape.standing.slo.itl_s):
+    if worker is None or worker.local_prefills or 2 * prefill_s >= ahead_s:
         return None
-    placement = Local(worker.facts.worker_id, "prefill_busy")
-    return Fit(placement, None, worker, None, worker.blocks_of(expected), prefill_s, prefill_s, overflow=True)
+    itl_s = shape.standing.slo.itl_s
+    if prefill_s <= worker.spare_s(itl_s):
+        in_s, reason = prefill_s, "prefill_busy"
+    elif is_late and (in_s := worker.in_chunks_s(prefill_s, itl_s)) <= left_s:
+        reason = "prefill_late"
+    else:
+        return None
+    placement = Local(worker.facts.worker_id, reason)
+    return Fit(placement, None, worker, None, worker.blocks_of(expected), in_s, in_s, overflow=True)

@@ -16,6 +16,7 @@ REASONS = (
     "nothing_to_move",
     "not_transferable",
     "prefill_busy",
+    "prefill_late",
     "no_prefill_worker",
     "no_compatible_pair",
     "no_adapter",

@@ -229,7 +229,7 @@ class Scheduler:
     def _attempt(self, waiting: _Waiting, now_s: float, full: dict[LaneName, str], decisions: list[Decision]) -> None:
         """Places the next one of a lane, or finds out why that is not possible and notes it in `full`."""
         entry = waiting.entry
-        found = fit(self.books.pools, self.books.lengths, waiting.way, entry, self._cached(waiting, now_s), now_s)
+        found = self._fit(waiting, self._cached(waiting, now_s), now_s)
         if isinstance(found, NoFit) and found.reroute:
             self._leave(waiting, now_s, served=False)
             self._enqueue(replace(entry, waiting=True), now_s, route(entry.shape, self.books.pools, {}))
@@ -240,6 +240,14 @@ class Scheduler:
         if isinstance(found, NoFit):
             full[waiting.lane] = found.reason
             return
+        self._take(waiting, found, now_s, decisions)
+
+    def _fit(self, waiting: _Waiting, cached: Mapping[str, int], now_s: float) -> Fit | NoFit:
+        pools, caution = self.books.pools, max(QUEUE_CAUTION, self.books.caution.factor)
+        return fit(pools, self.books.lengths, waiting.way, waiting.entry, cached, now_s, caution)
+
+    def _take(self, waiting: _Waiting, found: Fit, now_s: float, decisions: list[Decision]) -> None:
+        entry = waiting.entry
         self._leave(waiting, now_s, served=True)
         self.books.charge(entry, found, now_s)
         self.demand.placed(entry.work_s, _for_prefill_workers(entry, found))
@@ -255,7 +263,11 @@ class Scheduler:
             pools = self.books.pools
             workers = len(pools.prefill) if newcomer.lane == "prefill" else len(pools.decode)
             wait_s = lane.wait_s(entry, workers)
-            found = fit(self.books.pools, self.books.lengths, newcomer.way, entry, newcomer.cached, now_s)
+            found = self._fit(newcomer, newcomer.cached, now_s)
+            if isinstance(found, Fit) and found.overflow:
+                # It takes nothing of what those before it wait for.
+                self._take(newcomer, found, now_s, decisions)
+                return
             in_s, caution = wait_s + found.first_token_in_s, max(QUEUE_CAUTION, self.books.caution.factor)
             if self._too_late(newcomer, in_s, found.alone_s, caution, now_s, decisions):
                 demoted = self._waiting.get(entry.request_id)

@@ -1,7 +1,7 @@
 """What each worker has been given, and what that leaves room for."""
 
 from dataclasses import dataclass, field
-from math import exp, sqrt
+from math import ceil, exp, sqrt
 
 from proxy.scheduling.capacity.costs import CostModel, Work
 from proxy.scheduling.view import WorkerFacts
@@ -10,6 +10,10 @@ BUDGETS_AHEAD = 2
 """Chunk budgets of prompt tokens that may lie before a request when it is sent to a prefill worker."""
 SAMPLE_REQUESTS = 2
 """A worker that is never idle is sampled after so many prefills."""
+STEP_PART = 0.8
+"""Part of the target for gaps that a step with a chunk is planned to take; the engine allows a little more."""
+LEAST_SHARE = 0.25
+"""Where a chunk would get less of such a step than this, decoding is too near its target to be slowed down."""
 RECENT_S = 60.0
 """How far back the work of a worker counts when the pool is kept in balance."""
 
@@ -200,6 +204,19 @@ class DecodeWorker:
             # Whoever comes next meets one gap.
             return 2 * itl_s
         return min(itl_s, self.itl_s) - self.costs.step_s
+
+    def in_chunks_s(self, prefill_s: float, itl_s: float) -> float:
+        """When a prompt of `prefill_s` is computed if each step takes as much of it as everybody's target leaves.
+
+        `itl_s`: the newcomer's target. Endless if steps leave nothing.
+        """
+        if self.num_requests == 0:
+            return prefill_s
+        longest_s = min(itl_s, self.itl_s) * STEP_PART
+        share_s = longest_s - self.costs.step_s
+        if share_s < LEAST_SHARE * longest_s:
+            return float("inf")
+        return ceil(prefill_s / share_s) * longest_s
 
     def report(self, blocks_used: int, blocks_total: int) -> None:
         """What the engine says it uses."""

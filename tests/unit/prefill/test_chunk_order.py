@@ -83,6 +83,12 @@ def test_a_prompt_that_waited_too_long_keeps_a_share_against_any_priority() -> N
     assert shares([patient, *urgent], PATIENCE * 2.0 + 0.1)["patient"] == 512 // 8
 
 
+def test_a_prompt_that_may_still_be_in_time_takes_no_share_from_a_more_urgent_one() -> None:
+    short = prompt("short", 128, ttft_s=3.0)
+    long = prompt("long", 476, ttft_s=2.9)
+    assert shares([short, long], 2.0) == {"long": 476}
+
+
 def test_who_may_not_be_admitted_takes_nothing_from_who_runs() -> None:
     doubtful = replace(prompt("doubtful", 100, ttft_s=0.1), certain=False)
     long = prompt("long", 3000, ttft_s=30.0)

@@ -60,7 +60,7 @@ async def test_a_prefill_worker_that_dies_gives_its_place_in_the_queue_to_nobody
             assert (await read(collector)).tokens[0] == generate([5 + number, *LONG], 5)
         served = [request.prompt_token_ids[0] for request in cluster["prefill-1"].submitted]
         assert served[2] == 5, "the oldest goes first"
-        assert sorted(served[2:]) == [5, 7, 9, 10]
+        assert {5, 7} <= set(served[2:]), "the decode worker may help out with those that would be late"
         cluster.assert_idle()
 
 

@@ -88,9 +88,9 @@ def test_priority_goes_before_deadline(busy: Scheduler) -> None:
     for number in range(2):
         first_place(busy, shape(1500, priority=-9, tenant="filler"), f"urgent{number}")
     waiting = {
-        "soon": shape(1500, ttft_s=3, priority=1),
+        "soon": shape(1500, ttft_s=13, priority=1),
         "important": shape(1500, ttft_s=30, priority=-1),
-        "plain": shape(1500, ttft_s=4),
+        "plain": shape(1500, ttft_s=14),
     }
     for request_id, request in waiting.items():
         assert isinstance(first_place(busy, request, request_id, 0.0), Wait)
@@ -202,7 +202,30 @@ def test_a_prompt_that_fits_between_two_steps_is_computed_by_the_decode_worker_i
 
 
 def test_it_is_not_if_gaps_between_tokens_would_grow_beyond_their_target(busy: Scheduler) -> None:
-    assert first_place(busy, shape(128), "a") == Wait("prefill_full")
+    assert first_place(busy, shape(128, ttft_s=5), "a") == Wait("prefill_full")
+
+
+def test_a_prompt_that_would_be_late_is_computed_by_the_decode_worker_in_chunks(busy: Scheduler) -> None:
+    # 3 s of work before it, steps of 40 ms, so 40 ms of each step of 80 ms are for its 128 ms.
+    assert first_place(busy, shape(128), "late") == Local("d0", "prefill_late")
+    assert first_place(busy, shape(128), "another") == Wait("prefill_full"), "one at a time"
+
+
+def test_it_is_not_if_chunks_would_not_bring_it_in_time_either(busy: Scheduler) -> None:
+    assert first_place(busy, shape(700, ttft_s=1.0, priority=1), "a") == Wait("prefill_full")
+
+
+def test_it_is_not_if_steps_are_too_near_their_target_for_chunks(busy: Scheduler) -> None:
+    assert first_place(busy, shape(128, itl_s=0.06), "a") == Wait("prefill_full")
+
+
+def test_it_is_not_if_that_takes_more_than_half_the_wait(busy: Scheduler) -> None:
+    assert first_place(busy, shape(1600, ttft_s=4.0), "a") == Wait("prefill_full")
+
+
+def test_a_prompt_that_would_be_late_does_not_wait_behind_those_that_wait_for_prefill_workers(busy: Scheduler) -> None:
+    assert first_place(busy, shape(1500, ttft_s=9), "before it") == Wait("prefill_full")
+    assert first_place(busy, shape(128), "late") == Local("d0", "prefill_late")
 
 
 def test_one_such_prompt_at_a_time() -> None:
