@@ -337,7 +337,7 @@ class SimulatedCluster:
         else:
             self._decode[worker_id] = DecodeWorker(
                 self._env, worker_id, self._steps["decode"], self._rules.local_chunk_tokens, self._decoded,
-                self._stepped,
+                self._stepped, holds_itl=True,
             )  # fmt: skip
 
     def _facts(self, worker_id: str) -> WorkerFacts:

@@ -1,5 +1,6 @@
 """Simulated workers: engines that take as long as their costs say, as simpy processes."""
 
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,10 @@ from lab.simulator.costs import StepTimes
 from proxy.scheduling.view import RequestShape
 
 MAX_SEQUENCES = 512
+ITL_MARGIN = 0.9
+"""Part of the target for gaps that a step with a chunk may take, as in `prefill.step_budget`."""
+MIN_PREFILL_TOKENS = 16
+"""A prompt makes at least this progress per step, as there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,8 +184,11 @@ class DecodeWorker:
         local_chunk_tokens: int,
         on_token: Callable[[Request, "DecodeWorker"], None],
         on_step: Callable[["DecodeWorker", bool], None] = lambda _worker, _goes_on: None,
+        *,
+        holds_itl: bool = False,
     ) -> None:
-        """`on_step(worker, some of its sequences had a token in the step before)`."""
+        """`on_step(worker, some of its sequences had a token in the step before)`. `holds_itl`: chunks beside streams
+        are so short that every gap stays within its target, as the scheduler in our engines sees to."""
         self.worker_id = worker_id
         self.steps = steps
         self.busy_s = 0.0
@@ -189,6 +197,7 @@ class DecodeWorker:
         self._local_chunk = local_chunk_tokens
         self._on_token = on_token
         self._on_step = on_step
+        self._holds_itl = holds_itl
         self._active: list[Request] = []
         self._local: deque[_Job] = deque()
         self._context_tokens = 0
@@ -241,9 +250,9 @@ class DecodeWorker:
                 yield self._wake
                 continue
             stepped = self._active[:MAX_SEQUENCES]
-            chunks = share(self._local, self._local_chunk) if self._local else []
-            tokens, already = together(chunks) if chunks else (0, 0)
             context = self._context_tokens / len(self._active) if self._active else 0
+            chunks = share(self._local, self._budget(len(stepped), context)) if self._local else []
+            tokens, already = together(chunks) if chunks else (0, 0)
             seconds = self.steps.step_s(len(stepped), context, tokens, already)
             self.busy_s += seconds
             self.num_steps += 1
@@ -268,6 +277,17 @@ class DecodeWorker:
                         self._context_tokens -= request.context_tokens
                 self._active = [request for request in self._active if not request.finished]
                 self._context_tokens = max(0, self._context_tokens) if self._active else 0
+
+    def _budget(self, decodes: int, context: float) -> int:
+        budget = self._local_chunk
+        if not self._holds_itl or not decodes:
+            return budget
+        streams = itertools.chain(self._active, (job.request for job in self._local))
+        longest_s = ITL_MARGIN * min(request.shape.standing.slo.itl_s for request in streams)
+        already = self._local[0].already
+        while budget > MIN_PREFILL_TOKENS and self.steps.step_s(decodes, context, budget, already) > longest_s:
+            budget //= 2
+        return budget
 
     def _token(self, request: Request) -> None:
         request.token(self._env.now)
