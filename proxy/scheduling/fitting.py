@@ -133,7 +133,7 @@ def _through_prefill(
     if isinstance(way, Remote):
         left_s = (entry.deadline_s - now_s) / caution
         is_late = min(offer.first_token_in_s for offer in offers) > left_s
-        if (spill := _overflow(pools, shape, expected, shortest_s, left_s, is_late)) is not None:
+        if (spill := _overflow(pools, shape, expected, shortest_s, left_s, is_late, now_s)) is not None:
             return spill
     reason, full_for = "prefill_full", set[str]()
     is_settled = _is_settled(offers)
@@ -208,14 +208,15 @@ def _fit(
 
 
 def _overflow(
-    pools: Pools, shape: RequestShape, expected: int, ahead_s: float, left_s: float, is_late: bool
+    pools: Pools, shape: RequestShape, expected: int, ahead_s: float, left_s: float, is_late: bool, now_s: float
 ) -> Fit | None:
     """A decode worker computes the prompt because prefill workers are busy, if that takes it less than half the wait
     for one of them (its time is everybody's; `ahead_s`), and if everybody's gap between tokens stays within its target.
 
     So the prompt must fit between two steps. Or, if the first token would be late otherwise (`is_late`), some steps
-    take a chunk of it each, and it must come within `left_s`. One prompt at a time, and never a probe, which is there
-    to go through both pools.
+    take a chunk of it each; it must come within `left_s`, and nobody may be handed over meanwhile, who would have to
+    wait for one long step and then for another. One prompt at a time, and never a probe, which is there to go through
+    both pools.
     """
     if ahead_s <= 0.0 or shape.standing.slo.name == PROBE.name:
         return None
@@ -226,7 +227,7 @@ def _overflow(
     itl_s = shape.standing.slo.itl_s
     if prefill_s <= worker.spare_s(itl_s):
         in_s, reason = prefill_s, "prefill_busy"
-    elif is_late and (in_s := worker.in_chunks_s(prefill_s, itl_s)) <= left_s:
+    elif is_late and (in_s := worker.in_chunks_s(prefill_s, itl_s)) <= left_s and not pools.hands_over(in_s, now_s):
         reason = "prefill_late"
     else:
         return None

@@ -14,3 +14,8 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    # Libraries complain about objects that are left at the end.
+    gc.unfreeze()

@@ -220,6 +220,10 @@ class Pools:
 
     # ----------------------------------------------------------------------------------------------- reordering
 
+    def hands_over(self, within_s: float, now_s: float) -> bool:
+        """Some prompt may be computed within so many seconds, so that a request joins a decode worker."""
+        return any(worker.may_end(within_s, now_s) for worker in self.prefill.values())
+
     def prefill_changed(self, worker: PrefillWorker) -> None:
         """Its work changed."""
         if self.prefill.get(worker.facts.worker_id) is worker and worker.listed != worker.order:

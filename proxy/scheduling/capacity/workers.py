@@ -125,6 +125,10 @@ class PrefillWorker:
             seconds = max(0.0, min(self.work_s, self.costs.prefill_s(self.facts.max_num_batched_tokens)))
         return Ahead(seconds, tokens, count)
 
+    def may_end(self, within_s: float, now_s: float) -> bool:
+        """Whether one of its prompts may be computed within so many seconds, whichever the engine works on."""
+        return bool(self.jobs) and min(job.seconds for job in self.jobs.values()) < now_s - self.since_s + within_s
+
     def takes(self, ahead: "Ahead") -> bool:
         """Whether a request may be sent with this much before it: about two chunk budgets, and never just one."""
         # One is computed and one is ready, however long they are: the engine never waits for the proxy.
