@@ -64,6 +64,10 @@ class PoolConfig(ConfigNode):
     tensor_parallel: int = Field(
         default=1, ge=1, le=1024, description="Ranks per worker (vLLM's tensor_parallel_size)."
     )
+    across_nodes: bool = Field(
+        default=False,
+        description="With `launch: ray`: the ranks of one worker may be on several nodes. Otherwise all are on one.",
+    )
     engine: EngineOptions = Field(
         default_factory=dict,
         description="vLLM engine options for this role, by vLLM's own names; they win over the top-level `engine`.",
@@ -348,6 +352,16 @@ class ClusterConfig(ConfigNode):
     def _ray_is_asked_for(self) -> "ClusterConfig":
         if self.launch != "ray" and self.ray != RayConfig():
             raise ValueError("ray is given and launch is local; set launch=ray, or remove ray")
+        for role in ROLES:
+            if not self.pools.of(role).across_nodes:
+                continue
+            if self.launch != "ray":
+                raise ValueError(
+                    f"pools.{role}.across_nodes is given and launch is local, where there is one node; set launch=ray, "
+                    "or remove it"
+                )
+            if self.simulation.enabled:
+                raise ValueError(f"pools.{role}.across_nodes is for engines, and these are simulated; remove it")
         return self
 
     @model_validator(mode="after")

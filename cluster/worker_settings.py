@@ -33,6 +33,9 @@ class HostSettings(BaseModel):
     liveness: LivenessConfig = Field(description="Heartbeats and the proxy's deadline.")
     prefix_events: bool = Field(default=True, description="Tell the proxy what the engine's prefix cache holds.")
     drain_timeout_s: float = Field(default=120.0, gt=0, description="Time to finish everything after SIGTERM.")
+    across_nodes: bool = Field(default=False, description="Its ranks are Ray actors, which may be on other nodes.")
+    ray_address: str = Field(default="", description="With across_nodes: HOST:PORT of the Ray cluster's head.")
+    placement_group: str = Field(default="", description="With across_nodes: where its ranks are; hexadecimal digits.")
     key: ClusterKey | None = Field(
         default=None, repr=False, description="The cluster's key, where anything listens on tcp."
     )
@@ -70,6 +73,8 @@ class WorkerSettings(HostSettings):
     @property
     def report_address(self) -> str:
         """Where the host listens for its ranks and its scheduler (`kvtransfer.host_messages`)."""
+        if self.across_nodes:
+            return f"tcp://{self.transfer.bind_host}:0"
         return f"ipc://{self.runtime_dir}/{self.worker_id}-host"
 
     @property

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,8 @@ from kvtransfer.endpoint.settings import EndpointSettings
 from kvtransfer.layout import ModelFacts, probe
 from kvtransfer.rank_endpoint import RankEndpoint
 from kvtransfer.transfers.layer_groups import LayerGroups
+from kvtransfer.trust.door import call_with_key
+from kvtransfer.trust.key import read_key
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +103,8 @@ class TwinpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if report_to := self._settings.get("report_to"):
                 self._report_socket = zmq.Context.instance().socket(zmq.DEALER)
                 self._report_socket.setsockopt(zmq.LINGER, 0)
+                key_file = self._settings.get("key_file")
+                call_with_key(self._report_socket, report_to, read_key(Path(key_file)) if key_file else None)
                 self._report_socket.connect(report_to)
 
     # --- in each rank ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def worker_load(
         copy_out_s=_sum_by_key([rank.copy_out_s for rank in ranks]),
         leases=_sum_by_key([rank.leases for rank in ranks]),
         tokens_computed=pool.tokens_computed,
-        refused=_sum_by_key([rank.refused for rank in ranks]),
+        refused=_sum_by_key([*(rank.refused for rank in ranks), channel.refused]),
         copies_in=_sum_by_key([rank.copies_in for rank in ranks]),
         asleep=asleep,
     )

@@ -1,5 +1,6 @@
 """The host's socket towards its engine's ranks and scheduler (`kvtransfer.host_messages`)."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import zmq
 import zmq.asyncio
 
 from cluster.frames import BadFrame, reader
+from cluster.trust import ClusterKey, Door, attend, is_network
 from kvtransfer.host_messages import FromRank, PoolStats, RankReady, RankStats, ToRank
 
 log = logging.getLogger("twinpool.cluster")
@@ -18,11 +20,21 @@ MAX_FRAME_BYTES = 1 << 20
 class RankChannel:
     """Knows each rank's identity, keeps the newest statistics, hands events to `on_event`."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, on_event: Callable[[FromRank], None]) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        on_event: Callable[[FromRank], None],
+        key: ClusterKey | None = None,
+    ) -> None:
+        """`key`: what ranks on other nodes must show; not over ipc."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)  # ZMQ cuts the connection above this
+        self._door = Door(context, self._socket, key if is_network(address) else None)
         self._socket.bind(address)
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        """With the port that the system chose."""
         self._on_event = on_event
         self._read = reader(msgspec.msgpack.Decoder[FromRank](FromRank), MAX_FRAME_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
@@ -35,6 +47,12 @@ class RankChannel:
 
     async def run(self) -> None:
         """Reads until cancelled. Frames that are no message of a rank are dropped and counted."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read_all())
+            if self._door.sockets:
+                tasks.create_task(attend(self._door))
+
+    async def _read_all(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
             try:
@@ -64,5 +82,11 @@ class RankChannel:
         for identity in self._identities.values():
             await self._socket.send_multipart([identity, body])
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """Connections that were turned away, by reason."""
+        return dict(self._door.refused)
+
     def close(self) -> None:
+        self._door.close()
         self._socket.close()

@@ -64,11 +64,17 @@ def engine_config(
     options: dict[str, Any],
     connector_settings: dict[str, Any],
     cache_events: KVEventsConfig | None = None,
+    across_nodes: bool = False,
 ) -> VllmConfig:
     """vLLM's configuration of an engine whose KV goes through the twinpool connector, with our order of chunks.
 
-    `options` are keyword arguments of AsyncEngineArgs. Raises what vLLM raises for values it refuses.
+    `options` are keyword arguments of AsyncEngineArgs; `across_nodes`: ranks are Ray's, see `vllm_across_nodes.py`.
+    Raises what vLLM raises for values it refuses.
     """
+    if across_nodes:
+        from cluster.host.vllm_across_nodes import AcrossNodesExecutor  # needs Ray
+
+        options = {**options, "distributed_executor_backend": AcrossNodesExecutor}
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR_NAME,
         kv_connector_module_path=CONNECTOR_MODULE,

@@ -58,7 +58,7 @@ class WorkerHost:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._context = zmq.asyncio.Context()
-        self._ranks = RankChannel(self._context, settings.report_address, self._on_rank_event)
+        self._ranks = RankChannel(self._context, settings.report_address, self._on_rank_event, settings.key)
         self._line = ProxyLine(self._context, settings, settings.worker_id, settings.role, self)
         self._stop = asyncio.Event()
         self._started: Engine | None = None
@@ -124,7 +124,7 @@ class WorkerHost:
         settings = self._settings
         events = cache_event_config(settings.event_address, settings.replay_address) if settings.prefix_events else None
         config = await asyncio.to_thread(
-            engine_config, settings.model, settings.engine, self._connector_settings(), events
+            engine_config, settings.model, settings.engine, self._connector_settings(), events, settings.across_nodes
         )
         self._started = await Engine.start(config)
         self._num_ranks = config.parallel_config.world_size
@@ -137,9 +137,11 @@ class WorkerHost:
             "worker_id": self._settings.worker_id,
             "key_file": str(write_key(self._settings.key_file, key)) if key is not None else "",
             "bind": self._settings.rank_bind,
-            "report_to": self._settings.report_address,
+            "report_to": self._ranks.address,
             "chunk_order": self._settings.chunk_order,
             "itl_s": self._settings.itl_s,
+            "ray_address": self._settings.ray_address,
+            "placement_group": self._settings.placement_group,
             **self._settings.transfer.model_dump(exclude={"bind_host"}),
         }
 

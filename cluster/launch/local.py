@@ -115,6 +115,7 @@ def worker_command(
         liveness=config.liveness,
         prefix_events=config.scheduling.prefix_events,
         niceness=plan.niceness,
+        across_nodes=plan.across_nodes,
         start_timeout_s=config.start_timeout_s,
         # The host ends its engine within this, and is itself gone before the launcher loses patience.
         stop_timeout_s=config.stop_timeout_s * _HOSTS_SHARE,

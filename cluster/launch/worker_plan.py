@@ -40,6 +40,8 @@ class WorkerPlan:
     """How far its processes step back for others."""
     simulated: bool = False
     """There is no engine, see `cluster.simulated`."""
+    across_nodes: bool = False
+    """Its ranks may be on several nodes of a Ray cluster."""
 
 
 class WorkerPlanner:
@@ -81,6 +83,7 @@ class WorkerPlanner:
             env={**_defaults_for_environment(self._model, self._machine), **seat.env, **unbound, **pool.env},
             cores=seat.cores,
             niceness=pool.niceness if self._machine.on_cpu else 0,
+            across_nodes=pool.across_nodes and pool.tensor_parallel > 1,
         )
 
     @property

@@ -2,10 +2,9 @@
 
 import importlib.util
 
-from cluster.config import ClusterConfig, Role
+from cluster.config import ROLES, ClusterConfig, Role
 from cluster.preflight.problems import Problem
 
-_ROLES: tuple[Role, Role] = ("prefill", "decode")
 _CLAIMED_OTHERWISE = {
     "GPU": "a worker claims one per rank; see pools.<role>.tensor_parallel",
     "CPU": "see ray.cpus_per_rank",
@@ -39,7 +38,7 @@ def ray_problems(config: ClusterConfig) -> list[Problem]:
                 "Set it to 1",
             )
         )
-    for role in _ROLES:
+    for role in ROLES:
         problems += _pool_problems(config, role)
     return list(dict.fromkeys(problems))
 
@@ -64,9 +63,8 @@ def _pool_problems(config: ClusterConfig, role: Role) -> list[Problem]:
             problems.append(
                 Problem(
                     f"{where}.distributed_executor_backend",
-                    f"found {options['distributed_executor_backend']!r}, which vLLM needs for ranks on several nodes; "
-                    "here all ranks of a worker are on one node (docs/decisions.md says why)",
-                    "Remove it, and choose tensor_parallel so that a worker fits on one node",
+                    f"found {options['distributed_executor_backend']!r}, and twinpool decides this",
+                    "Remove it; pools.<role>.across_nodes=true is for workers whose ranks do not fit on one node",
                 )
             )
     return problems

@@ -20,7 +20,8 @@ class RayConfig(BaseModel):
     )
     resources: dict[Literal["prefill", "decode"], dict[str, Amount]] = Field(
         default_factory=dict,
-        description="Further resources of Ray that each worker of a pool claims, e.g. {decode: {large_memory: 1}}.",
+        description="Further resources of Ray that each worker of a pool claims, with across_nodes each rank, e.g. "
+        "{decode: {large_memory: 1}}.",
     )
     claim_timeout_s: float = Field(
         default=60.0, gt=0, description="A start fails if Ray has no room for a worker for so long."

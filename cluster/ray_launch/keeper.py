@@ -39,6 +39,7 @@ from cluster.ray_launch.messages import (
     KeeperSays,
     KeeperTold,
     NotStarted,
+    RayGroup,
     Started,
     WorkerJob,
 )
@@ -47,19 +48,25 @@ from cluster.settings_document import write_private
 _RAYS_OWN = "RAY_"
 # Ray sets it to the CPUs of the claim; workers on CPUs are told theirs, and those on GPUs shall not be held to it.
 _RAYS_TOO = ("OMP_NUM_THREADS",)
+# An actor that claims no GPU sees none. If the ranks are actors of their own, its engine still must see what kind there
+# is; none of it is used.
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def settings_on_node(document: str, directory: Path, node_ip: str) -> str:
+def settings_on_node(document: str, directory: Path, node_ip: str, group: RayGroup | None = None) -> str:
     """The settings document with what belongs to this node: its private directory, and where its ranks listen."""
     settings: dict[str, Any] = json.loads(document)
     settings["runtime_dir"] = str(directory)
     settings["transfer"]["bind_host"] = node_ip
+    if group is not None:
+        settings["ray_address"], settings["placement_group"] = group.address, group.group_id
     return json.dumps(settings)
 
 
 def worker_environment(here: Mapping[str, str], job: WorkerJob) -> dict[str, str]:
     """The node's environment without what Ray put there for the actor, except its GPUs, and with what the job wants."""
-    own = {name: value for name, value in here.items() if not name.startswith(_RAYS_OWN) and name not in _RAYS_TOO}
+    without = (*_RAYS_TOO, *_HIDING) if job.across_nodes else _RAYS_TOO
+    own = {name: value for name, value in here.items() if not name.startswith(_RAYS_OWN) and name not in without}
     return {**own, **job.env, MARK: mark_of(job)}
 
 
@@ -140,7 +147,7 @@ class _Keeper:
 def _command(keep: Keep, directory: Path) -> WorkerCommand:
     job = keep.job
     path = directory / f"{job.worker_id}.json"
-    write_private(path, settings_on_node(job.settings, directory, keep.node_ip))
+    write_private(path, settings_on_node(job.settings, directory, keep.node_ip, keep.group))
     first, *others = job.workers
     return WorkerCommand(
         worker_id=first[0],

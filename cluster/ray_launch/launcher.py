@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.config import Role
+from cluster.config import ROLES, Role
 from cluster.fleet.launcher import OnExit
 from cluster.launch.local import LaunchError, LocalLauncher, WorkerCommand, WorkerExit, describe_exit, last_lines
+from cluster.launch.logs import log_failure
 from cluster.ray_launch.config import RayConfig
 from cluster.ray_launch.messages import (
     MAX_LINE_BYTES,
@@ -54,7 +55,6 @@ LEAVES_S = 20.0
 """What a driver that ends everything needs besides the workers' grace."""
 LEAVES_RAY_S = 5.0
 """For a driver that has ended everything to take leave of Ray."""
-_ROLES = ("prefill", "decode")
 _POLL_S = 0.05
 
 
@@ -133,7 +133,7 @@ class RayLauncher:
             raise
         log.info("ray_connected node_ip=%s pid=%d", self._node_ip, driver.pid)
         self._reading = asyncio.create_task(self._read(reader, driver), name="read the Ray driver")
-        self._reading.add_done_callback(_log_failure)
+        self._reading.add_done_callback(log_failure)
 
     async def _drop_driver(self) -> None:
         driver, self._driver = self._driver, None
@@ -236,8 +236,8 @@ class RayLauncher:
 
     async def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Starts every worker where Ray has room; raises `LaunchError` saying what was asked for and what there is."""
-        far = [command for command in commands if command.role in _ROLES]
-        await self._here.start([command for command in commands if command.role not in _ROLES])
+        far = [command for command in commands if command.role in ROLES]
+        await self._here.start([command for command in commands if command.role not in ROLES])
         if not far:
             return
         await self._ensure_driver()
@@ -271,24 +271,29 @@ class RayLauncher:
         return Path(f"{started.node_ip}:{started.log}")
 
     def _job(self, command: WorkerCommand) -> WorkerJob:
+        settings = Path(command.argv[-1]).read_text()
         return WorkerJob(
             worker_id=command.worker_id,
             role=command.role,
             workers=command.workers,
             module=command.argv[-2],
-            settings=Path(command.argv[-1]).read_text(),
+            settings=settings,
             env=dict(command.env),
             run_id=self._run_id,
+            across_nodes=json.loads(settings).get("across_nodes", False),
         )
 
     def _claim(self, command: WorkerCommand) -> Claim:
-        engine = json.loads(Path(command.argv[-1]).read_text()).get("engine")
+        settings = json.loads(Path(command.argv[-1]).read_text())
+        engine = settings.get("engine")
         ranks = engine.get("tensor_parallel_size", 1) if engine is not None else 1
         role: Role = "prefill" if command.role == "prefill" else "decode"
+        parts = ranks if settings.get("across_nodes", False) else 1
         return Claim(
-            gpus=float(ranks) if self._uses_gpus and engine is not None else 0.0,
-            cpus=self._config.cpus_per_rank * ranks,
+            gpus=float(ranks // parts) if self._uses_gpus and engine is not None else 0.0,
+            cpus=self._config.cpus_per_rank * (ranks // parts),
             others=self._config.resources.get(role) or {},
+            parts=parts,
         )
 
     def runs(self, worker_id: str) -> bool:
@@ -389,8 +394,3 @@ def _lives(pid: int) -> bool:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def _log_failure(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)

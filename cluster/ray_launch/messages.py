@@ -12,11 +12,22 @@ MAX_LINE_BYTES = 32 << 20
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What one worker claims from Ray, all of it on one node."""
+    """What one worker claims from Ray, all of it on one node; or several times that, each on any node."""
 
     gpus: float = 0.0
     cpus: float = 0.0
     others: dict[str, float] = {}
+    parts: int = 1
+    """How many times; with more than one, the ranks claim them, and the actor beside the first nothing."""
+
+
+class RayGroup(msgspec.Struct, frozen=True):
+    """The placement group of a worker whose ranks may be on several nodes."""
+
+    address: str
+    """HOST:PORT of the Ray cluster's head."""
+    group_id: str
+    """In hexadecimal digits."""
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
@@ -35,6 +46,8 @@ class WorkerJob(msgspec.Struct, frozen=True):
     """On top of the node's environment."""
     run_id: str
     """The same for all workers of a cluster run."""
+    across_nodes: bool = False
+    """Its ranks are Ray actors of their own, in its placement group."""
 
 
 # ------------------------------------------------------------------------------------ launcher → driver
@@ -137,6 +150,8 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
 
     job: WorkerJob
     node_ip: str
+    group: RayGroup | None = None
+    """If its ranks may be on several nodes."""
 
 
 class EndKept(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from cluster.ray_launch.messages import Claim
 
@@ -30,6 +31,8 @@ class Ask:
     role: str
     needs: Mapping[str, float]
     """As `Node.total`; all of it on one node."""
+    parts: int = 1
+    """So many times that, each on any node."""
 
 
 @dataclass
@@ -86,13 +89,19 @@ def shortage(asks: Sequence[Ask], nodes: Sequence[Node]) -> str:
     """One paragraph: who waits, for what, what there is, and what to do."""
     kinds: dict[tuple[str, str], list[Ask]] = {}
     for ask in asks:
-        kinds.setdefault((ask.role, amounts(ask.needs)), []).append(ask)
+        kinds.setdefault((ask.role, _wanted(ask)), []).append(ask)
     waiting = "; ".join(
-        f"{', '.join(ask.worker_id for ask in same)}: {what}, on one node{' each' if len(same) > 1 else ''}"
+        f"{', '.join(ask.worker_id for ask in same)}: {what}{' each' if len(same) > 1 else ''}"
         for (_, what), same in kinds.items()
     )
     there = "; ".join(f"{node.address}: {_left(node, asks)}" for node in nodes) or "no node that is alive"
     return f"Ray has no room for {waiting}. What it has: {there}. {_remedy(asks, nodes)}"
+
+
+def _wanted(ask: Ask) -> str:
+    if ask.parts == 1:
+        return f"{amounts(ask.needs)}, on one node"
+    return f"{ask.parts} times {amounts(ask.needs)}, on any nodes"
 
 
 def amounts(needs: Mapping[str, float]) -> str:
@@ -113,12 +122,19 @@ def _number(name: str, amount: float) -> str:
 
 
 def _remedy(asks: Sequence[Ask], nodes: Sequence[Node]) -> str:
-    too_large = [ask for ask in asks if not any(_Room(node, dict(node.total)).has(ask.needs) for node in nodes)]
+    too_large = [ask for ask in asks if sum(_times(node, ask.needs) for node in nodes) < ask.parts]
+    if across := [ask for ask in too_large if ask.parts > 1]:
+        role = across[0].role
+        return (
+            f"All nodes together have not so many: lower pools.{role}.tensor_parallel, ray.cpus_per_rank or "
+            f"ray.resources.{role}, or add nodes to the Ray cluster"
+        )
     if any(ask.needs.get("GPU", 0.0) > max((n.total.get("GPU", 0.0) for n in nodes), default=0.0) for ask in too_large):
         role = next(ask.role for ask in too_large)
         return (
-            f"No node has so many GPUs, and one worker's ranks are never spread over nodes: lower "
-            f"pools.{role}.tensor_parallel, or add a larger node to the Ray cluster"
+            f"No node has so many GPUs, and one worker's ranks are on one node: lower pools.{role}.tensor_parallel, "
+            f"add a larger node to the Ray cluster, or set pools.{role}.across_nodes=true if the network between its "
+            "nodes can bear tensor parallelism"
         )
     if too_large:
         role = too_large[0].role
@@ -127,3 +143,8 @@ def _remedy(asks: Sequence[Ask], nodes: Sequence[Node]) -> str:
             "Ray cluster"
         )
     return "End what else uses the Ray cluster, add nodes to it, or lower pools.<role>.replicas"
+
+
+def _times(node: Node, needs: Mapping[str, float]) -> float:
+    """How many times an empty node has it."""
+    return min((node.total.get(name, 0.0) + _SMALLEST) // amount for name, amount in needs.items()) if needs else inf

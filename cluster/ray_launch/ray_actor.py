@@ -1,7 +1,8 @@
 """The Ray actor of one worker: claims its room by being there, and passes lines between Ray and the keeper.
 
 Relies on Ray: with `max_concurrency` above 1 every call of a class without coroutines has a thread of its own; a node's
-actors find the driver's modules if these are installed there, or lie under the driver's `sys.path`.
+actors find the driver's modules if these are installed there, or lie under the driver's `sys.path`; other drivers of
+the cluster may use a placement group whose id they know, as long as its own driver lives.
 """
 
 import os
@@ -13,7 +14,7 @@ import msgspec
 import ray
 
 import cluster
-from cluster.ray_launch.messages import EndKept, Exited, Keep, KeeperSays, NotStarted, WorkerJob
+from cluster.ray_launch.messages import EndKept, Exited, Keep, KeeperSays, NotStarted, RayGroup, WorkerJob
 
 KEEPER_LEAVES_S = 10.0
 """A keeper whose worker has ended needs this at most."""
@@ -39,7 +40,8 @@ class WorkerActor:
         """`Started` or `NotStarted`."""
         decoded = msgspec.json.decode(job, type=WorkerJob)
         self._worker_id = decoded.worker_id
-        self._tell(self._encoder.encode(Keep(decoded, ray.util.get_node_ip_address())))
+        group = _group() if decoded.across_nodes else None
+        self._tell(self._encoder.encode(Keep(decoded, ray.util.get_node_ip_address(), group)))
         return self._encoder.encode(self._next() or NotStarted(self._worker_id, "its keeper ended at once"))
 
     def until_exit(self) -> bytes:
@@ -67,3 +69,10 @@ class WorkerActor:
         assert self._keeper.stdout is not None
         line = self._keeper.stdout.readline()
         return self._says.decode(line) if line else None
+
+
+def _group() -> RayGroup:
+    """The placement group that this actor is in."""
+    group = ray.util.get_current_placement_group()
+    assert group is not None
+    return RayGroup(ray.get_runtime_context().gcs_address, group.id.hex())

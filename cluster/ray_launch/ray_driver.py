@@ -169,10 +169,11 @@ class _Driver:
 
 
 def _new_actor(claim: Claim, place: PlacementGroupSchedulingStrategy) -> Any:
+    mine = claim if claim.parts == 1 else Claim()
     actor_class = ray.remote(WorkerActor).options(
-        num_cpus=claim.cpus,
-        num_gpus=claim.gpus,
-        resources=claim.others,
+        num_cpus=mine.cpus,
+        num_gpus=mine.gpus,
+        resources=mine.others,
         scheduling_strategy=place,
         max_concurrency=THREADS,
         # Started again by the launcher, by the same rules as everywhere (`cluster/fleet/restarts.py`).

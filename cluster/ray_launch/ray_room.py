@@ -1,4 +1,6 @@
-"""Room that workers have claimed in a Ray cluster: one placement group per worker, all of it on one node.
+"""Room that workers have claimed in a Ray cluster: one placement group per worker.
+
+All of it is on one node, or, for a worker whose ranks may be on several, on as few as Ray finds.
 
 A group stays while its worker is started again, so that nobody else takes the room meanwhile. When its node is lost,
 Ray finds it another one.
@@ -35,7 +37,7 @@ class _Seat:
     ask: Ask
     group: PlacementGroup
     node_id: str = ""
-    """Where it is; empty while Ray looks for a place."""
+    """Where it is, or its first part; empty while Ray looks for a place."""
 
 
 class Room:
@@ -48,15 +50,20 @@ class Room:
 
     def claim(self, wanted: Sequence[tuple[str, str, Claim]]) -> None:
         """Asks Ray for room for (worker id, role, claim); `seated` waits for it."""
-        asks = [Ask(name, role, needs_of(claim)) for name, role, claim in wanted if name not in self._seats]
+        asks = [
+            Ask(name, role, needs_of(claim), claim.parts) for name, role, claim in wanted if name not in self._seats
+        ]
         if not asks:
             return
         seated = [(seat.node_id, seat.ask.role) for seat in self._seats.values()]
-        wishes = choose_nodes(asks, nodes(), seated)
-        for ask in asks:
+        wishes = choose_nodes([ask for ask in asks if ask.parts == 1], nodes(), seated)
+        for ask in sorted(asks, key=lambda ask: ask.parts > 1):  # those last that fit into what others leave
             # A group cannot claim nothing; a worker that needs nothing still has a place.
             bundle = dict(ask.needs) or {"CPU": 0.001}
-            group = placement_group([bundle], "STRICT_PACK", _soft_target_node_id=wishes.get(ask.worker_id))
+            if ask.parts > 1:
+                group = placement_group([bundle] * ask.parts, "PACK")
+            else:
+                group = placement_group([bundle], "STRICT_PACK", _soft_target_node_id=wishes.get(ask.worker_id))
             self._seats[ask.worker_id] = _Seat(ask, group)
 
     async def seated(self, worker_id: str) -> PlacementGroupSchedulingStrategy:

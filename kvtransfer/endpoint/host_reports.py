@@ -25,6 +25,8 @@ from kvtransfer.host_messages import (
 )
 from kvtransfer.layout import CacheMap
 from kvtransfer.transfers.imports import ClosedImport
+from kvtransfer.trust.door import call_with_key
+from kvtransfer.trust.key import ClusterKey
 
 log = logging.getLogger("twinpool.kvtransfer")
 
@@ -43,7 +45,9 @@ class HostReports:
         address: str,
         exporter: Exporter,
         importer: Importer,
+        key: ClusterKey | None = None,
     ) -> None:
+        """`key`: for a host on another machine."""
         self.socket: zmq.Socket[bytes] | None = None
         self._settings = settings
         self._exporter = exporter
@@ -65,6 +69,7 @@ class HostReports:
         if settings.report_to:
             self.socket = open_socket(context, zmq.DEALER, settings)
             self.socket.sndhwm = 1000  # a host that reads nothing loses reports, not our memory
+            call_with_key(self.socket, settings.report_to, key)
             self.socket.connect(settings.report_to)
 
     def started(self) -> None:

@@ -85,7 +85,7 @@ class EndpointLoop:
             self._key = read_key(Path(settings.key_file)) if settings.key_file else None
             self._router, self.address, self._door = bind_exporter(self._context, settings, self._key)
             self._reports = HostReports(
-                self._context, settings, cache, identity, self.address, self.exporter, self.importer
+                self._context, settings, cache, identity, self.address, self.exporter, self.importer, self._key
             )
         except BaseException:
             self._context.destroy(linger=0)

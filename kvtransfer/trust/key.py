@@ -71,5 +71,17 @@ def write_key(path: Path, key: ClusterKey) -> Path:
     """Writes a pair where `read_key` finds it, with mode 0600 from the first byte on; returns `path`."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f'curve\n    public-key = "{key.public}"\n    secret-key = "{key.secret}"\n')
+        file.write(_certificate(key))
     return path
+
+
+def key_in_memory(key: ClusterKey) -> Path:
+    """A file for `read_key` that is on no disk and lasts as long as this process."""
+    descriptor = os.memfd_create("cluster-key", os.MFD_CLOEXEC)
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, _certificate(key).encode())
+    return Path(f"/proc/self/fd/{descriptor}")
+
+
+def _certificate(key: ClusterKey) -> str:
+    return f'curve\n    public-key = "{key.public}"\n    secret-key = "{key.secret}"\n'

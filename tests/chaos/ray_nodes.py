@@ -17,10 +17,10 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit(0))
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={**_SMALL, "resources": {"for_prefill": 1}, "temp_dir": sys.argv[1]},
+        head_node_args={**_SMALL, "resources": {"for_prefill": 1, "for_rank": 1}, "temp_dir": sys.argv[1]},
     )
     try:
-        cluster.add_node(**_SMALL, resources={"for_decode": 1})
+        cluster.add_node(**_SMALL, resources={"for_decode": 1, "for_rank": 1})
         sys.stdout.write(f"{cluster.address}\n")
         sys.stdout.flush()
         sys.stdin.read()

@@ -40,6 +40,12 @@ def test_ranks_listen_in_the_runtime_directory_or_on_the_given_host(tmp_path: Pa
     assert settings(tmp_path).report_address != settings(tmp_path).rank_bind
 
 
+def test_a_host_listens_where_ranks_on_other_nodes_reach_it(tmp_path: Path) -> None:
+    far = settings(tmp_path, "10.0.0.1").model_copy(update={"across_nodes": True})
+    assert far.report_address == "tcp://10.0.0.1:0"
+    assert settings(tmp_path, "10.0.0.1").report_address == f"ipc://{tmp_path}/decode-1-host"
+
+
 def test_a_document_of_another_version_is_refused_with_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"worker_id": "decode-0", "colour": "red"}')

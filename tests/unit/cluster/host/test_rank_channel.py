@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.host.rank_channel import MAX_FRAME_BYTES, RankChannel
+from cluster.trust import call_with_key, new_key
 from kvtransfer.host_messages import ExportStarted, FromRank, ImportClosed, PoolStats, RankReady, RankStats
 from tests.unit.mutations import DEEP, mutated
 
@@ -91,3 +92,29 @@ async def test_what_no_reader_can_take_is_dropped_and_counted(tmp_path: Path) ->
         made.rank = made.connect(tmp_path)
         await made.hear_out()
         assert made.channel.bad_frames == 3
+
+
+async def test_ranks_on_other_nodes_show_the_key_and_strangers_are_counted() -> None:
+    key, heard = new_key(), asyncio.Queue[FromRank]()
+    context = zmq.asyncio.Context()
+    channel = RankChannel(context, "tcp://127.0.0.1:0", heard.put_nowait, key)
+    reading = asyncio.create_task(channel.run())
+    ranks = [context.socket(zmq.DEALER) for _ in range(2)]
+    for rank, its_key in zip(ranks, (new_key(), key), strict=True):
+        # The stranger knows whom it calls, which is no secret.
+        call_with_key(rank, channel.address, its_key)
+        rank.set(zmq.CURVE_SERVERKEY, key.public.encode())
+        rank.setsockopt(zmq.LINGER, 0)
+        rank.connect(channel.address)
+        await rank.send(msgspec.msgpack.encode(ExportStarted("t")))
+    async with asyncio.timeout(60):
+        assert await heard.get() == ExportStarted("t")
+        while not channel.refused:  # noqa: ASYNC110 - counted when ZMQ's thread has told it
+            await asyncio.sleep(0.01)
+    assert heard.empty()
+    reading.cancel()
+    await asyncio.wait((reading,))
+    for rank in ranks:
+        rank.close()
+    channel.close()
+    context.term()

@@ -48,6 +48,15 @@ def test_simulated_workers_have_processes_of_their_own() -> None:
     assert ray_problems(configured("engine=simulated", "simulation.workers_per_process=1")) == []
 
 
+@pytest.mark.usefixtures("with_ray")
+def test_ranks_on_several_nodes_need_several_nodes_and_engines() -> None:
+    assert ray_problems(configured("pools.decode.across_nodes=true")) == []
+    with pytest.raises(ConfigError, match=r"there is one node\. Set launch=ray"):
+        load_config(None, ["pools.decode.across_nodes=true"])
+    with pytest.raises(ConfigError, match="these are simulated"):
+        configured("engine=simulated", "pools.prefill.across_nodes=true")
+
+
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "here:"])
 def test_an_address_must_be_of_a_cluster_that_this_machine_is_in(address: str) -> None:
     with pytest.raises(ConfigError, match=r"ray\.address"):
@@ -70,6 +79,13 @@ def test_workers_elsewhere_get_neither_cores_nor_devices_of_this_machine() -> No
         assert plan.env["VLLM_NO_USAGE_STATS"] == "1", "the environment of the node counts, which nobody knows here"
         if "VLLM_CPU_OMP_THREADS_BIND" in plan.env:
             assert (plan.env["VLLM_CPU_OMP_THREADS_BIND"], plan.env["OMP_NUM_THREADS"]) == ("nobind", "4")
+
+
+def test_only_a_worker_of_several_ranks_can_be_on_several_nodes() -> None:
+    both = ("pools.prefill.across_nodes=true", "pools.decode.across_nodes=true", "pools.decode.tensor_parallel=2")
+    here = nodes_of_a_cluster(Machine(cores=(0, 1), gpus=(), environ={}))
+    plans = WorkerPlanner(configured(*both), here).first()
+    assert {plan.role: plan.across_nodes for plan in plans} == {"prefill": False, "decode": True}
 
 
 def test_every_field_has_a_description() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cluster.preflight.config_file import load_config
 from cluster.ray_launch.keeper import settings_on_node, worker_environment
 from cluster.ray_launch.leftovers import MARK, end_leftovers, marked
-from cluster.ray_launch.messages import Exited, Keep, KeeperSays, NotStarted, Started, WorkerJob
+from cluster.ray_launch.messages import Exited, Keep, KeeperSays, NotStarted, RayGroup, Started, WorkerJob
 from cluster.simulated.launch import SimulatedPlanner, simulated_commands
 from tests.unit.cluster.families import gone_within
 
@@ -136,3 +136,10 @@ def test_of_rays_variables_only_the_gpus_reach_the_worker(tmp_path: Path) -> Non
         "MINE": "1",
         MARK: "run/decode-0",
     }
+
+
+def test_a_worker_whose_ranks_are_anywhere_is_told_where_and_sees_its_nodes_gpus(tmp_path: Path) -> None:
+    job = msgspec.structs.replace(job_of(tmp_path, "run"), across_nodes=True)
+    settings = json.loads(settings_on_node(job.settings, tmp_path, NODE_IP, RayGroup("10.0.0.1:6379", "abc")))
+    assert (settings["ray_address"], settings["placement_group"]) == ("10.0.0.1:6379", "abc")
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environment({"CUDA_VISIBLE_DEVICES": ""}, job)

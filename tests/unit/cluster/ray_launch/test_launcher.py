@@ -1,4 +1,5 @@
 import asyncio
+import json
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from cluster.launch.local import LaunchError, WorkerCommand, WorkerExit
 from cluster.ray_launch.config import RayConfig
 from cluster.ray_launch.launcher import RayLauncher
+from cluster.ray_launch.messages import Claim
 
 
 async def test_a_cluster_that_is_not_there_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
@@ -82,3 +84,18 @@ async def test_a_driver_that_begins_with_nonsense_fails_the_start(
     with pytest.raises(LaunchError, match="not understood"):
         await launcher.connect(tmp_path, lambda _text: None)
     await launcher.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("across_nodes", "claim"),
+    [(False, Claim(gpus=4, cpus=8, others={"fast": 1})), (True, Claim(gpus=1, cpus=2, others={"fast": 1}, parts=4))],
+)
+def test_ranks_that_may_be_anywhere_are_claimed_one_by_one(tmp_path: Path, across_nodes: bool, claim: Claim) -> None:
+    config = RayConfig(cpus_per_rank=2, resources={"decode": {"fast": 1}})
+    settings = {"engine": {"tensor_parallel_size": 4}, "across_nodes": across_nodes}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    argv = ("python", "-m", "decode.worker", str(tmp_path / "settings.json"))
+    command = WorkerCommand("decode-0", "decode", argv, {}, tmp_path / "log")
+    launcher = RayLauncher(lambda _exit: None, config, uses_gpus=True)
+    assert launcher._claim(command) == claim
+    assert launcher._job(command).across_nodes == across_nodes

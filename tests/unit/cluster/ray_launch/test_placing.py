@@ -10,8 +10,8 @@ def node(name: str, gpus: float = 8, cpus: float = 64, used: float = 0, **others
     return Node(name, f"10.0.0.{name}", total, {**total, "GPU": gpus - used})
 
 
-def ask(worker_id: str, gpus: float, cpus: float = 1, **others: float) -> Ask:
-    return Ask(worker_id, worker_id.partition("-")[0], needs_of(Claim(gpus, cpus, others)))
+def ask(worker_id: str, gpus: float, cpus: float = 1, parts: int = 1, **others: float) -> Ask:
+    return Ask(worker_id, worker_id.partition("-")[0], needs_of(Claim(gpus, cpus, others)), parts)
 
 
 def test_a_prefill_and_a_decode_worker_go_to_different_nodes() -> None:
@@ -42,7 +42,7 @@ def test_a_custom_resource_decides() -> None:
     assert choose_nodes([ask("decode-0", 1, large_memory=1)], nodes) == {"decode-0": "2"}
 
 
-def test_ranks_of_one_worker_are_never_spread() -> None:
+def test_ranks_of_one_worker_are_not_spread_unless_that_is_asked_for() -> None:
     assert choose_nodes([ask("decode-0", 8)], [node("1", gpus=4), node("2", gpus=4)]) == {}
 
 
@@ -68,3 +68,13 @@ def test_a_worker_larger_than_every_node_is_told_so() -> None:
     assert "lower pools.decode.tensor_parallel" in text
     assert "ray.resources.prefill" in shortage([ask("prefill-0", 1, tpu=1)], [node("1")])
     assert "no node that is alive" in shortage([ask("decode-0", 1)], [])
+    assert "pools.decode.across_nodes=true" in text
+
+
+def test_ranks_that_may_be_anywhere_lack_only_what_all_nodes_together_lack() -> None:
+    nodes = [node("1", gpus=4, used=2), node("2", gpus=4)]
+    text = shortage([ask("decode-0", 1, parts=8)], nodes)
+    assert "decode-0: 8 times 1 GPU and 1 CPU, on any nodes" in text
+    assert "lower pools.<role>.replicas" in text
+    assert "pools.decode.tensor_parallel" in shortage([ask("decode-0", 1, parts=9)], nodes)
+    assert "pools.decode.tensor_parallel" in shortage([ask("decode-0", 1, parts=2, tpu=1)], nodes)

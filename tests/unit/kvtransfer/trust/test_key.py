@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zmq.auth
 
-from kvtransfer.trust.key import ClusterKey, KeyFileError, is_pair, new_key, read_key, write_key
+from kvtransfer.trust.key import ClusterKey, KeyFileError, is_pair, key_in_memory, new_key, read_key, write_key
 
 
 def test_a_key_is_read_back_from_a_file_that_only_its_owner_may_read(tmp_path: Path) -> None:
@@ -22,6 +22,13 @@ def test_a_key_file_is_replaced_whatever_its_mode_was(tmp_path: Path) -> None:
     path.chmod(0o644)
     key = new_key()
     assert read_key(write_key(path, key)) == key
+
+
+def test_a_key_is_read_back_from_memory() -> None:
+    key = new_key()
+    path = key_in_memory(key)
+    assert read_key(path) == read_key(path) == key
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_certificate_of_pyzmq_is_a_key_file(tmp_path: Path) -> None:
