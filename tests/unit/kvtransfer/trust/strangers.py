@@ -11,18 +11,20 @@ import zmq
 from kvtransfer.trust.door import call_with_key
 from kvtransfer.trust.key import ClusterKey
 
+SAID = b"good morning, server"
+"""Too long to be found in what is encrypted by chance."""
 OLD_GREETING = b"\x01\x00\x01\x00\x02hi"
 """A whole conversation of ZMTP 1.0, which knows no encryption: an anonymous identity and one message."""
 
 
-def caller(context: "zmq.Context[Any]", address: str, key: ClusterKey | None) -> "zmq.Socket[Any]":
-    """A DEALER that has said `hi`, and does not come back when it is turned away."""
+def caller(context: "zmq.Context[Any]", address: str, key: ClusterKey | None, said: bytes = SAID) -> "zmq.Socket[Any]":
+    """A DEALER that has said something, and does not come back when it is turned away."""
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.reconnect_ivl = -1
     call_with_key(dealer, address, key)
     dealer.connect(address)
-    dealer.send(b"hi")
+    _say(dealer, said)
     return dealer
 
 
@@ -34,8 +36,13 @@ def caller_with(context: "zmq.Context[Any]", address: str, own: ClusterKey, serv
     call_with_key(dealer, address, own)
     dealer.curve_serverkey = server.public.encode()
     dealer.connect(address)
-    dealer.send(b"hi")
+    _say(dealer, SAID)
     return dealer
+
+
+def _say(dealer: "zmq.Socket[Any]", said: bytes) -> None:
+    with suppress(zmq.Again):  # turned away already: a `send` that waits would wait for ever
+        dealer.send(said, zmq.NOBLOCK)
 
 
 def raw(address: str, said: bytes) -> socket.socket:

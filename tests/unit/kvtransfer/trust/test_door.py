@@ -13,6 +13,7 @@ from kvtransfer.trust.door import Door, is_loopback, is_network
 from kvtransfer.trust.key import ClusterKey, new_key
 from tests.unit.kvtransfer.trust.strangers import (
     OLD_GREETING,
+    SAID,
     Tap,
     caller,
     caller_with,
@@ -81,7 +82,7 @@ def test_a_stranger_is_counted_and_not_heard(server: Server, context: "zmq.Conte
     assert set(server.door.refused) <= {"no_valid_handshake", "left_or_silent"}
     with caller(context, server.address, server.key):
         server.until(lambda: bool(server.heard))
-    assert server.heard == [b"hi"]
+    assert server.heard == [SAID]
     assert server.door.refused.total() == 1
     connection.close()
 
@@ -98,11 +99,11 @@ def test_a_conversation_that_is_repeated_byte_for_byte_gets_nothing(
 ) -> None:
     tap = Tap(server.address)
     friend = caller(context, tap.address, server.key)
-    server.until(lambda: server.heard == [b"hi"])
+    server.until(lambda: server.heard == [SAID])
     friend.close()
     tap.close()
     assert b"CURVE" in tap.said
-    assert b"hi" not in tap.said
+    assert SAID not in tap.said
     before = server.door.refused.total()
     with ThreadPoolExecutor() as threads:
         repeating = threads.submit(repeat, server.address, bytes(tap.said))
@@ -111,14 +112,14 @@ def test_a_conversation_that_is_repeated_byte_for_byte_gets_nothing(
     server.until(lambda: server.door.refused.total() == before + 1)
     while repeated.recv(1000):  # until the server has closed it
         pass
-    assert server.heard == [b"hi"]
+    assert server.heard == [SAID]
     repeated.close()
 
 
 def test_nobody_gets_in_before_the_door_is_attended(server: Server, context: "zmq.Context[Any]") -> None:
     with caller(context, server.address, server.key):
         assert not server.router.poll(200)
-        server.until(lambda: server.heard == [b"hi"])
+        server.until(lambda: server.heard == [SAID])
 
 
 def test_however_many_come_while_nobody_attends_zmqs_thread_does_not_wait(server: Server) -> None:
@@ -131,7 +132,7 @@ def test_a_door_without_a_key_stands_open() -> None:
         door = Door(context, router, None)
         router.bind("tcp://127.0.0.1:*")
         with caller(context, router.getsockopt_string(zmq.LAST_ENDPOINT), None):
-            assert router.recv_multipart()[1] == b"hi"
+            assert router.recv_multipart()[1] == SAID
         assert door.sockets == ()
         door.attend()
         door.close()

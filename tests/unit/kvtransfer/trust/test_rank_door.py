@@ -46,8 +46,8 @@ def test_an_importer_with_another_key_gets_no_block_and_is_counted(cluster: Clus
 
 def test_a_stranger_at_a_ranks_port_is_not_answered(cluster: Cluster, tmp_path: Path) -> None:
     exporter = cluster.rank(bind=TCP, key_file=str(write_key(tmp_path / "key", new_key())))
-    with zmq_context() as context, caller(context, exporter.endpoint.address, None) as stranger:
-        stranger.send(msgspec.msgpack.encode(Hello.__struct_fields__))
+    hello = msgspec.msgpack.encode(Hello.__struct_fields__)
+    with zmq_context() as context, caller(context, exporter.endpoint.address, None, hello) as stranger:
         eventually(lambda: sum(exporter.endpoint.stats().refused.values()) == 1)
         assert not stranger.poll(0)
     assert exporter.endpoint.stats().bad_frames == 0
