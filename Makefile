@@ -29,10 +29,12 @@ run: $(STAMP) ## set up, start 1 prefill + 1 decode worker, show one chat, serve
 	@$(BIN)/twinpool serve --demo --port $(PORT) $(ARGS) || [ $$? -eq 130 ] # Ctrl-C is how it ends
 
 # Files with servers of their own run two at a time: a start keeps one core busy for most of its time.
-APART := $(addprefix tests/chaos/test_,ray.py scaling.py several_models.py simulated_cluster.py start_and_stop.py)
+APART := $(addprefix tests/engine/test_,lora.py plain_vllm.py resharding.py) \
+	$(addprefix tests/chaos/test_,ray.py scaling.py several_models.py simulated_cluster.py start_and_stop.py)
 
 test: test-unit ## all tests: unit, then those with real engines (at most 20 minutes on 2 cores)
-	$(BIN)/python -m pytest tests/engine $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(filter tests/engine/%,$(APART)) $(ARGS)
+	$(BIN)/python -m pytest tests/engine $(addprefix --ignore=,$(APART)) $(ARGS)
 	@# A session of its own: the engines above have to give their memory back first.
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(filter tests/chaos/%,$(APART)) $(ARGS)
 	$(BIN)/python -m pytest tests/chaos $(addprefix --ignore=,$(APART)) $(ARGS)

@@ -16,7 +16,7 @@ import pytest
 from lab.server_process import wait_for_no_process
 from tests.chaos.conftest import REPLICAS, PromptMaker
 from tests.chaos.spares import SparedCluster
-from tests.engine.observed import Moved, counters, wait_until, worker
+from tests.engine.observed import Watch, counters, wait_until, worker
 from tests.engine.servers import MODEL_NAME, http, reset_prefix_caches
 from tests.engine.token_cases import generate, margins
 
@@ -199,12 +199,12 @@ async def test_end_of_a_prefill_worker(
 
 def test_without_a_prefill_worker_d_does_it_alone(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
     prompt = make_prompt(2010, 300)
-    moved = Moved(spared_cluster.url, "host")
+    watch = Watch(spared_cluster.url, "host")
     _alone(spared_cluster, prompt, 8)
     # Several chunks and a seed: what kills a CPU engine of plain vLLM 0.32.
     seeded = {"model": MODEL_NAME, "prompt": prompt[::-1], "max_tokens": 4, "temperature": 0.9, "seed": 3}
     assert httpx.post(f"{spared_cluster.url}/v1/completions", json=seeded, timeout=30).status_code == 200
-    assert moved.remote_tokens == 0
+    assert watch.so_far().remote_tokens == 0
 
 
 def test_a_decode_worker_takes_the_other_role(spared_cluster: SparedCluster, make_prompt: PromptMaker) -> None:
@@ -217,9 +217,9 @@ def test_a_decode_worker_takes_the_other_role(spared_cluster: SparedCluster, mak
     wait_until(f"{changing} prefills", lambda: worker(spared_cluster.url, changing).role == "prefill", BACK_WITHIN_S)
 
     reset_prefix_caches(spared_cluster.server)
-    moved = Moved(spared_cluster.url, "host")
+    watch = Watch(spared_cluster.url, "host")
     assert _alone(spared_cluster, prompt, 8) == alone
-    moved.wait_for_handovers()
+    moved = watch.after_handovers()
     assert moved.remote_tokens == 300
     assert moved.bytes_ > 0
 

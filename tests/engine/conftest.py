@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from cluster.embedded_model import ensure_embedded_model
-from lab.launches import twinpool
 from lab.load.text import prompt_of
 from lab.server_process import Server, free_port
 from tests.engine.golden import Golden, record
 from tests.engine.servers import cluster_config, single_vllm
+from tests.engine.shared_cluster import SharedCluster
 
 MODEL_OVERRIDE = "TWINPOOL_TEST_MODEL"
 """A directory with a converted model, instead of the one in the user's cache."""
@@ -54,6 +54,42 @@ def make_prompt(model_path: str) -> PromptMaker:
 
 
 @pytest.fixture(scope="session")
+def host_shared(model_path: str, log_dir: Path) -> Iterator[SharedCluster]:
+    shared = SharedCluster(
+        "cluster-host", lambda port: cluster_config(model_path, port, transfer={"links": ["host"]}), log_dir
+    )
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="session")
+def zmq_shared(model_path: str, log_dir: Path) -> Iterator[SharedCluster]:
+    def configure(port: int) -> dict[str, Any]:
+        config = cluster_config(model_path, port, transfer={"links": ["zmq"], "announce_layers": 6})
+        config["server"]["options"] |= {"api_key": "sesame", "enable_scale_out": True}
+        return config
+
+    shared = SharedCluster("cluster-zmq", configure, log_dir)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def cluster(host_shared: SharedCluster) -> Server:
+    """1P1D over link `host`, every prompt prefilled remotely; idle when a test gets it."""
+    return host_shared.ready()
+
+
+@pytest.fixture
+def zmq_cluster(zmq_shared: SharedCluster) -> Server:
+    """1P1D over link `zmq`, every prompt prefilled remotely, with an API key and vLLM's token-level routes.
+
+    P announces layers of the last chunk; the cluster over `host` does not, as is the default.
+    """
+    return zmq_shared.ready()
+
+
+@pytest.fixture(scope="session")
 def golden(model_path: str, log_dir: Path, make_prompt: PromptMaker) -> Golden:
     """What a single vLLM server answers; the server is gone when this returns."""
     kept = os.environ.get(GOLDEN_FILE)
@@ -68,29 +104,3 @@ def golden(model_path: str, log_dir: Path, make_prompt: PromptMaker) -> Golden:
     if kept:
         Path(kept).write_bytes(msgspec.json.encode(recorded))
     return recorded
-
-
-@pytest.fixture(scope="session")
-def cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
-    """1P1D over link `host`, every prompt prefilled remotely."""
-    yield from _serve("cluster-host", cluster_config(model_path, free_port(), transfer={"links": ["host"]}), log_dir)
-
-
-@pytest.fixture(scope="session")
-def zmq_cluster(model_path: str, log_dir: Path) -> Iterator[Server]:
-    """1P1D over link `zmq`, every prompt prefilled remotely, with an API key and vLLM's token-level routes.
-
-    P announces layers of the last chunk; the cluster over `host` does not, as is the default.
-    """
-    config = cluster_config(model_path, free_port(), transfer={"links": ["zmq"], "announce_layers": 6})
-    config["server"]["options"] |= {"api_key": "sesame", "enable_scale_out": True}
-    yield from _serve("cluster-zmq", config, log_dir)
-
-
-def _serve(name: str, config: dict[str, Any], log_dir: Path) -> Iterator[Server]:
-    server = Server(twinpool(name, config, log_dir), log_dir)
-    try:
-        server.wait_until_healthy()
-        yield server
-    finally:
-        server.stop()

@@ -3,23 +3,28 @@
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 import msgspec
 
 from cluster.status import ClusterStatus, WorkerStatus
+from tests.engine.servers import PLAIN_HTTP
 
 _BY_P = re.compile(r'placement="(remote|prefillonly)"')
 _SAMPLE = re.compile(r"^(twinpool_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 
-
-_KEY = {"Authorization": "Bearer sesame"}
-"""Of the cluster that wants one; the others do not look at it."""
+_HTTP = httpx.Client(
+    headers={"Authorization": "Bearer sesame"},  # of the cluster that wants a key; the others do not look at it
+    timeout=10,
+    verify=PLAIN_HTTP,
+    limits=httpx.Limits(max_keepalive_connections=0),  # the servers come and go
+)
 
 
 def counters(url: str) -> dict[str, float]:
     """Every `twinpool_` sample of `/metrics`, summed over its labels, and once more with them: `name{label="x"}`."""
-    text = httpx.get(f"{url}/metrics", headers=_KEY, timeout=10).raise_for_status().text
+    text = _HTTP.get(f"{url}/metrics").raise_for_status().text
     found: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(text):
         found[name] = found.get(name, 0.0) + float(value)
@@ -29,7 +34,7 @@ def counters(url: str) -> dict[str, float]:
 
 
 def status(url: str) -> ClusterStatus:
-    answer = httpx.get(f"{url}/twinpool/status", headers=_KEY, timeout=10).raise_for_status()
+    answer = _HTTP.get(f"{url}/twinpool/status").raise_for_status()
     return msgspec.json.decode(answer.content, type=ClusterStatus)
 
 
@@ -49,7 +54,22 @@ def wait_until(what: str, holds: Callable[[], bool], deadline_s: float, every_s:
         time.sleep(every_s)
 
 
-class Moved:
+@dataclass(frozen=True)
+class Movement:
+    """What happened between two looks at a cluster's counters."""
+
+    bytes_: float
+    """Moved over the expected link."""
+    bytes_over_any_link: float
+    remote_tokens: float
+    local_tokens: float
+    recomputed: float
+    """Hand-overs whose blocks the decode worker computed itself."""
+    prefilled_by_p: bool
+    """Some request was placed so that a prefill worker computed its prompt."""
+
+
+class Watch:
     """How much prefill was remote, and how many bytes a link moved, since this was made."""
 
     def __init__(self, url: str, link: str) -> None:
@@ -57,40 +77,33 @@ class Moved:
         self._link = f'twinpool_handover_bytes_total{{link="{link}"}}'
         self._before = counters(url)
 
-    def _since(self, name: str) -> float:
-        return counters(self._url).get(name, 0.0) - self._before.get(name, 0.0)
+    def so_far(self) -> Movement:
+        return self._between(counters(self._url))
 
-    def wait_for_handovers(self, number: int = 1) -> None:
+    def after_handovers(self, number: int = 1) -> Movement:
         """The decode worker's report of a hand-over may come a moment after the reply."""
         name = "twinpool_handovers_total"
-        wait_until(f"{number} hand-overs were reported", lambda: self._since(name) >= number, 5.0, every_s=0.02)
+        seen = self._before
 
-    @property
-    def bytes_(self) -> float:
-        """Over the expected link only."""
-        return self._since(self._link)
+        def reported() -> bool:
+            nonlocal seen
+            seen = counters(self._url)
+            return seen.get(name, 0.0) - self._before.get(name, 0.0) >= number
 
-    @property
-    def bytes_over_any_link(self) -> float:
-        return self._since("twinpool_handover_bytes_total")
+        wait_until(f"{number} hand-overs were reported", reported, 5.0, every_s=0.02)
+        return self._between(seen)
 
-    @property
-    def remote_tokens(self) -> float:
-        return self._since("twinpool_remote_prefill_tokens_total")
+    def _between(self, seen: dict[str, float]) -> Movement:
+        def since(name: str) -> float:
+            return seen.get(name, 0.0) - self._before.get(name, 0.0)
 
-    @property
-    def local_tokens(self) -> float:
-        return self._since("twinpool_local_prefill_tokens_total")
-
-    @property
-    def prefilled_by_p(self) -> bool:
-        """Some request was placed so that a prefill worker computed its prompt."""
-        return any(
-            count > self._before.get(name, 0.0)
-            for name, count in counters(self._url).items()
-            if name.startswith("twinpool_decisions_total{") and _BY_P.search(name)
+        return Movement(
+            bytes_=since(self._link),
+            bytes_over_any_link=since("twinpool_handover_bytes_total"),
+            remote_tokens=since("twinpool_remote_prefill_tokens_total"),
+            local_tokens=since("twinpool_local_prefill_tokens_total"),
+            recomputed=since("twinpool_handover_failures_total"),
+            prefilled_by_p=any(
+                since(name) > 0 for name in seen if name.startswith("twinpool_decisions_total{") and _BY_P.search(name)
+            ),
         )
-
-    @property
-    def recomputed(self) -> float:
-        return self._since("twinpool_handover_failures_total")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import openai
 
 from lab.server_process import Server
-from tests.engine.servers import REQUEST_DEADLINE_S
+from tests.engine.servers import PLAIN_HTTP, REQUEST_DEADLINE_S
 
 Json = Any
 Route = Literal["chat", "completions", "responses"]
@@ -48,7 +48,10 @@ class Reply:
 
 def openai_client(server: Server, api_key: str = "") -> openai.OpenAI:
     key = api_key or server.api_key
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=REQUEST_DEADLINE_S)
+    http_client = openai.DefaultHttpxClient(verify=PLAIN_HTTP)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=REQUEST_DEADLINE_S, http_client=http_client
+    )
 
 
 def _method(client: openai.OpenAI, route: Route) -> Any:

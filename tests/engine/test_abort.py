@@ -19,7 +19,7 @@ from tests.engine.token_cases import generate
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
 
-ABORTS = 40
+ABORTS = 24
 TWO_BEATS_AND_A_REPORT_S = 4.0
 """Heartbeats are a second apart; the report that shows the result is one more, and so is the poll's slack."""
 

@@ -1,7 +1,6 @@
 """LoRA adapters on P and D together: what crosses is what one engine computes, and adapters never share a block."""
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import pytest
 
 from lab.launches import twinpool
 from lab.server_process import Server, free_port
-from tests.engine.observed import Moved, status
+from tests.engine.observed import Watch, status
 from tests.engine.random_adapter import RANK, make_random_adapter
 from tests.engine.random_llama import make_random_llama
 from tests.engine.servers import MODEL_NAME
-from tests.engine.test_resharding import BLOCK, ENGINE, prompt_of
+from tests.engine.test_resharding import BLOCK, ENGINE, leave_decode_worker_alone, prompt_of
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -72,14 +71,14 @@ def generate(server: Server, model: str) -> tuple[list[int], int]:
 
 
 def test_adapters_through_both_pools_answer_as_one_engine_alone(server: Server, adapters: Path) -> None:
-    moved = Moved(server.url, "host")
+    watch = Watch(server.url, "host")
     through_both = {name: generate(server, name) for name in (MODEL_NAME, "poet")}
     loaded = post(server, "/v1/load_lora_adapter", lora_name="clerk", lora_path=str(adapters / "clerk"))
     assert loaded.status_code == 200, loaded.text
     through_both["clerk"] = generate(server, "clerk")
     assert len({tuple(tokens) for tokens, _ in through_both.values()}) == 3
     assert [cached for _, cached in through_both.values()] == [0, 0, 0]
-    moved.wait_for_handovers()
+    moved = watch.after_handovers(3)
     assert (moved.remote_tokens, moved.local_tokens, moved.recomputed) == (3 * len(PROMPT), 0, 0)
     for name, (tokens, _) in through_both.items():
         again, cached = generate(server, name)
@@ -88,7 +87,7 @@ def test_adapters_through_both_pools_answer_as_one_engine_alone(server: Server, 
     models = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [model["id"] for model in models] == [MODEL_NAME, "poet", "clerk"]
 
-    _leave_decode_worker_alone(server)
+    leave_decode_worker_alone(server)
     for name, (tokens, _) in through_both.items():
         alone, cached = generate(server, name)
         assert (alone, cached) == (tokens, 0)
@@ -99,12 +98,3 @@ def test_adapters_through_both_pools_answer_as_one_engine_alone(server: Server, 
     missing = post(server, "/v1/load_lora_adapter", lora_name="clerk", lora_path=str(adapters / "nobody"))
     assert missing.status_code == 404
     assert [adapter.name for adapter in status(server.url).adapters] == ["poet"]
-
-
-def _leave_decode_worker_alone(server: Server) -> None:
-    post(server, "/twinpool/workers/prefill-0/drain").raise_for_status()
-    until = time.monotonic() + 60
-    while any(worker.role == "prefill" and worker.state != "drained" for worker in status(server.url).workers):
-        assert time.monotonic() < until, "the prefill worker did not leave"
-        time.sleep(0.2)
-    post(server, "/reset_prefix_cache").raise_for_status()

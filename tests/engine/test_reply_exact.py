@@ -10,11 +10,11 @@ import pytest
 
 from lab.server_process import Server
 from tests.engine.golden import Golden, send_as_told
-from tests.engine.observed import Moved, counters, wait_until
+from tests.engine.observed import Watch, counters, wait_until
 from tests.engine.raw_cases import RAW_CASES, RawCase, send_raw
 from tests.engine.replies import Case, difference, openai_client
 from tests.engine.reply_cases import CAPITAL, LETTER, REFUSALS, REPLY_CASES
-from tests.engine.servers import CHUNK, MODEL_NAME, REQUEST_DEADLINE_S, http, reset_prefix_caches
+from tests.engine.servers import CHUNK, MODEL_NAME, http, reset_prefix_caches
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a cluster waits for its start
 
@@ -29,7 +29,7 @@ def test_reply_is_a_single_vllm_servers(case: Case, golden: Golden, cluster: Ser
     assert theirs.status == 200
     for text in case.checks:
         assert text in json.dumps(theirs.body, ensure_ascii=False)
-    moved = Moved(cluster.url, "host")
+    watch = Watch(cluster.url, "host")
 
     ours = send_as_told(cluster, case)
     for _ in range(case.body.get("n", 1) - 1):
@@ -41,6 +41,7 @@ def test_reply_is_a_single_vllm_servers(case: Case, golden: Golden, cluster: Ser
     assert ours.status == 200, ours.body
     assert ours.content_type == theirs.content_type
     assert not (found := difference(ours.body, theirs.body, case.logprob_tolerance)), found
+    moved = watch.so_far()
     # P computed the prompt; an answer of one token is P's alone, and counts as served by one worker.
     assert moved.prefilled_by_p
     # A stop string found in P's token ends a hand-over that has begun.
@@ -111,7 +112,8 @@ def test_kv_transfer_params_of_a_client_are_refused(
     path, body = route(smuggling)
     before = counters(cluster.url)
 
-    answer = httpx.post(f"{cluster.url}{path}", json=body, timeout=REQUEST_DEADLINE_S)
+    with http(cluster) as client:
+        answer = client.post(path, json=body)
 
     assert answer.status_code == 400
     assert "kv_transfer_params" in answer.text
@@ -124,18 +126,16 @@ def test_a_hundred_requests_with_one_request_id_get_their_own_answers(cluster: S
         word = f"{number:03d}"
         prompt = f"key {word} {word} {word} {word} {word} {word}"
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 5, "temperature": 0}
-        answer = httpx.post(
-            f"{cluster.url}/v1/completions", json=body, headers={"X-Request-Id": "same-for-all"}, timeout=120
-        )
+        answer = client.post("/v1/completions", json=body, headers={"X-Request-Id": "same-for-all"})
         return answer.status_code == 200 and answer.json()["choices"][0]["text"].strip().startswith(word)
 
-    moved = Moved(cluster.url, "host")
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+    watch = Watch(cluster.url, "host")
+    with http(cluster) as client, concurrent.futures.ThreadPoolExecutor(20) as pool:
         right = list(pool.map(ask, range(100, 200)))
 
     assert right == [True] * 100
     # While P is busy, D may compute a short prompt itself.
-    moved.wait_for_handovers(50)
+    watch.after_handovers(50)
 
 
 def test_a_seeded_prompt_of_several_chunks_kills_no_worker(cluster: Server) -> None:
@@ -154,13 +154,14 @@ def test_a_seeded_prompt_of_several_chunks_kills_no_worker(cluster: Server) -> N
 
 
 def test_a_prompt_with_nothing_to_move_is_prefilled_on_d(zmq_cluster: Server) -> None:
-    moved = Moved(zmq_cluster.url, "zmq")
+    watch = Watch(zmq_cluster.url, "zmq")
     # With `min_tokens` D computes the last prompt token itself, and here there is no other.
     with openai_client(zmq_cluster) as client:
         reply = client.completions.create(
             model=MODEL_NAME, prompt=[504], max_tokens=4, temperature=0, extra_body={"min_tokens": 2}
         )
     assert reply.choices[0].finish_reason == "length"
+    moved = watch.so_far()
     assert (moved.local_tokens, moved.remote_tokens, moved.bytes_) == (1, 0, 0)
 
 

@@ -1,19 +1,23 @@
 """Prefill and decode workers with other numbers of ranks and other block sizes give the tokens of a single engine.
 
-The model has the 80 layers, 64 heads and 8 KV heads of a 70B model.
+The model has the 80 layers, 64 heads and 8 KV heads of a 70B model. The single engine is a decode worker with one rank,
+when the prefill workers before it have left.
 """
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from lab.launches import bare_vllm, twinpool
+from cluster.status import ClusterStatus
+from lab.launches import twinpool
 from lab.server_process import Server, free_port
-from tests.engine.observed import Moved, status
+from tests.engine.observed import Movement, Watch, status, wait_until
 from tests.engine.random_llama import HEAD_SIZE, OF_70B, VOCABULARY, make_random_llama
 from tests.engine.servers import MODEL_NAME
 
@@ -49,19 +53,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_random_llama(tmp_path_factory.mktemp("random-llama"), OF_70B))
 
 
-@pytest.fixture(scope="module")
-def golden(model: str, log_dir: Path) -> dict[int, list[int]]:
-    """What a single engine with one rank answers, by the length of the prompt."""
-    server = Server(
-        bare_vllm("single-random-llama", model, MODEL_NAME, free_port(), ENGINE, core="1", kv_gib=1), log_dir
-    )
-    try:
-        server.wait_until_healthy()
-        return {length: generate(server, prompt_of(length)) for length in LENGTHS}
-    finally:
-        server.stop()
+@dataclass(frozen=True)
+class Answer:
+    """To one prompt, and how it came about."""
+
+    tokens: list[int]
+    moved: Movement
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Of a cluster to the prompts of all lengths."""
+
+    by_length: dict[int, Answer]
+    status: ClusterStatus
+
+
+@contextmanager
 def _cluster(name: str, model: str, log_dir: Path, link: str, **pools: dict[str, Any]) -> Iterator[Server]:
     config = {
         "model": model,
@@ -81,36 +89,70 @@ def _cluster(name: str, model: str, log_dir: Path, link: str, **pools: dict[str,
         server.stop()
 
 
-def _check(server: Server, link: str, golden: dict[int, list[int]], block_moved: int) -> None:
-    """Every prompt prefilled by P, copied by D in blocks of `block_moved` tokens, and continued as a single engine."""
+def _ask_all(server: Server, link: str) -> Answers:
+    answers = {}
     for length in LENGTHS:
-        moved = Moved(server.url, link)
-        assert generate(server, prompt_of(length)) == golden[length], f"{length} tokens"
-        moved.wait_for_handovers()
+        watch = Watch(server.url, link)
+        tokens = generate(server, prompt_of(length))
+        answers[length] = Answer(tokens, watch.after_handovers())
+    return Answers(answers, status(server.url))
+
+
+def leave_decode_worker_alone(server: Server) -> None:
+    """The prefill worker leaves, and the decode worker forgets what it has got from it."""
+    httpx.post(f"{server.url}/twinpool/workers/prefill-0/drain", timeout=60).raise_for_status()
+    wait_until(
+        "the prefill worker has left",
+        lambda: all(worker.state == "drained" for worker in status(server.url).workers if worker.role == "prefill"),
+        60,
+    )
+    httpx.post(f"{server.url}/reset_prefix_cache", timeout=60).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def two_ranks_to_one(model: str, log_dir: Path) -> tuple[Answers, dict[int, list[int]]]:
+    """What a cluster answers, and then its decode worker alone."""
+    with _cluster("tp2-tp1", model, log_dir, "zmq", prefill={"tensor_parallel": 2}, decode={}) as server:
+        answers = _ask_all(server, "zmq")
+        leave_decode_worker_alone(server)
+        return answers, {length: generate(server, prompt_of(length)) for length in LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def single_engines(two_ranks_to_one: tuple[Answers, dict[int, list[int]]]) -> dict[int, list[int]]:
+    """The tokens of a single engine with one rank, by the length of the prompt."""
+    return two_ranks_to_one[1]
+
+
+def _check(answers: Answers, single_engines: dict[int, list[int]], block_moved: int) -> None:
+    """Every prompt prefilled by P, copied by D in blocks of `block_moved` tokens, and continued as a single engine."""
+    for length, answer in answers.by_length.items():
+        assert answer.tokens == single_engines[length], f"{length} tokens"
+        moved = answer.moved
         assert (moved.remote_tokens, moved.local_tokens, moved.recomputed) == (length, 0, 0)
         assert moved.bytes_ == moved.bytes_over_any_link > 0
         # Rank 0 of D speaks for all: it moves its share of the heads.
         assert KV_BYTES_PER_TOKEN * -(-length // block_moved) * block_moved % moved.bytes_ == 0
-    found = status(server.url)
-    assert found.refused_pairs == []
-    for worker in found.workers:
+    assert answers.status.refused_pairs == []
+    for worker in answers.status.workers:
         assert worker.blocks.free + worker.blocks.used + worker.blocks.leased == worker.blocks.total
 
 
-def test_the_yardstick_depends_on_the_whole_prompt(golden: dict[int, list[int]]) -> None:
+def test_the_yardstick_depends_on_the_whole_prompt(single_engines: dict[int, list[int]]) -> None:
     """Otherwise wrong blocks would not show."""
-    assert len({tuple(tokens) for tokens in golden.values()}) == len(golden)
-    assert sum(len(set(tokens)) for tokens in golden.values()) > MAX_TOKENS * len(golden) // 2
+    assert len({tuple(tokens) for tokens in single_engines.values()}) == len(LENGTHS)
+    assert sum(len(set(tokens)) for tokens in single_engines.values()) > MAX_TOKENS * len(LENGTHS) // 2
+
+
+def test_two_ranks_hand_over_to_one(
+    two_ranks_to_one: tuple[Answers, dict[int, list[int]]], single_engines: dict[int, list[int]]
+) -> None:
+    _check(two_ranks_to_one[0], single_engines, BLOCK)
 
 
 def test_one_rank_hands_over_to_two_with_smaller_blocks(
-    model: str, golden: dict[int, list[int]], log_dir: Path
+    model: str, single_engines: dict[int, list[int]], log_dir: Path
 ) -> None:
     larger = {"engine": {"block_size": 2 * BLOCK, "num_gpu_blocks_override": 32}}
-    for server in _cluster("tp1-tp2", model, log_dir, "host", prefill=larger, decode={"tensor_parallel": 2}):
-        _check(server, "host", golden, BLOCK)
-
-
-def test_two_ranks_hand_over_to_one(model: str, golden: dict[int, list[int]], log_dir: Path) -> None:
-    for server in _cluster("tp2-tp1", model, log_dir, "zmq", prefill={"tensor_parallel": 2}, decode={}):
-        _check(server, "zmq", golden, BLOCK)
+    with _cluster("tp1-tp2", model, log_dir, "host", prefill=larger, decode={"tensor_parallel": 2}) as server:
+        _check(_ask_all(server, "host"), single_engines, BLOCK)

@@ -7,7 +7,7 @@ import pytest
 from lab.server_process import Server
 from tests.engine.conftest import PromptMaker
 from tests.engine.golden import Golden
-from tests.engine.observed import Moved, counters, worker
+from tests.engine.observed import Watch, counters, worker
 from tests.engine.servers import BLOCK, CHUNK, CONTEXT, PREFILL_BLOCKS, http, reset_prefix_caches
 from tests.engine.token_cases import CROWD, TOKEN_CASES, TokenCase, TokenReply, generate
 
@@ -37,10 +37,10 @@ def _tell_apart(ours: TokenReply, theirs: TokenReply) -> str:
 
 def _ask(server: Server, link: str, case: TokenCase, prompt: list[int], *, stream: bool) -> tuple[TokenReply, int]:
     """The reply and the blocks that moved for it; fails unless the whole prompt was prefilled by P."""
-    moved = Moved(server.url, link)
+    watch = Watch(server.url, link)
     with http(server) as client:
         reply = generate(client, prompt, case.max_tokens, stream=stream)
-    moved.wait_for_handovers()
+    moved = watch.after_handovers()
     assert moved.remote_tokens == case.num_tokens
     assert moved.local_tokens == 0
     assert moved.recomputed == 0
@@ -85,11 +85,10 @@ def test_announcing_layers_leaves_less_to_copy_when_the_prefill_ends(
     left = []
     for seed in range(950, 955):
         before = counters(zmq_cluster.url)
-        moved = Moved(zmq_cluster.url, "zmq")
+        watch = Watch(zmq_cluster.url, "zmq")
         with http(zmq_cluster) as client:
             generate(client, make_prompt(seed, 2 * CHUNK), 2, stream=False)
-        moved.wait_for_handovers()
-        assert moved.bytes_ == KV_BYTES_PER_BLOCK * _blocks(2 * CHUNK)
+        assert watch.after_handovers().bytes_ == KV_BYTES_PER_BLOCK * _blocks(2 * CHUNK)
         name = "twinpool_handover_bytes_left_sum"
         left.append(counters(zmq_cluster.url)[name] - before.get(name, 0.0))
     assert min(left) < last_chunk / 2, f"of {last_chunk} bytes of a last chunk {left} were left"
@@ -130,7 +129,7 @@ def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
     golden: Golden, cluster: Server, make_prompt: PromptMaker
 ) -> None:
     reset_prefix_caches(cluster)
-    moved = Moved(cluster.url, "host")
+    watch = Watch(cluster.url, "host")
 
     def ask(case: TokenCase) -> TokenReply:
         with http(cluster) as client:
@@ -139,8 +138,7 @@ def test_eight_requests_at_once_get_the_tokens_each_gets_alone(
     with concurrent.futures.ThreadPoolExecutor(len(CROWD)) as pool:
         replies = list(pool.map(ask, CROWD))
 
-    moved.wait_for_handovers(len(CROWD))
-    assert moved.remote_tokens == sum(case.num_tokens for case in CROWD)
+    assert watch.after_handovers(len(CROWD)).remote_tokens == sum(case.num_tokens for case in CROWD)
     for case, reply in zip(CROWD, replies, strict=True):
         alone = golden.cold_tokens[case.name].token_ids
         assert len(reply.token_ids) == len(alone)
