@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from cluster import messages
 from cluster.trust import new_key
+from proxy.peer_socket import AT_ONCE
 from proxy.workers.worker_socket import SocketAddressError, WorkerSocket
 from tests.unit.proxy.mini_cluster import until
 
@@ -72,6 +73,33 @@ async def test_a_message_that_breaks_its_receiver_does_not_end_the_reader_silent
     await dealer.send_multipart([msgspec.msgpack.encode(messages.PrefillStarted("x"))])
     with pytest.raises(RuntimeError, match="a fault in the proxy"):
         await asyncio.wait_for(asyncio.shield(socket.tasks[0]), 2)
+    dealer.close()
+    socket.close()
+    context.term()
+
+
+async def test_a_flood_from_one_worker_leaves_other_tasks_their_turns(tmp_path: Path) -> None:
+    num_heard, most_in_a_row = 0, 0
+
+    def hear(*_message: Any) -> None:
+        nonlocal num_heard
+        num_heard += 1
+
+    socket = WorkerSocket(f"ipc://{tmp_path}/proxy", hear, ignore)
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.SNDHWM, 0)
+    dealer.connect(socket.address)
+    frame = msgspec.msgpack.encode(messages.PrefillStarted("t"))
+    for _ in range(4 * AT_ONCE):
+        dealer.send(frame)
+    before = 0
+    async with asyncio.timeout(30):
+        while num_heard < 4 * AT_ONCE:
+            await asyncio.sleep(0)
+            most_in_a_row, before = max(most_in_a_row, num_heard - before), num_heard
+    assert most_in_a_row <= AT_ONCE + 1
     dealer.close()
     socket.close()
     context.term()
