@@ -9,6 +9,7 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 
 from cluster.host import drain, slumber
+from cluster.host.proxy_line import ProxyLine
 from cluster.messages import DropTransfers
 from cluster.orders import DrainOrder, SleepOrder, WakeOrder
 from cluster.simulated import reports
@@ -54,6 +55,10 @@ class Bed:
         status = report("m", self._pool, self.door, self.administration, (), self.sleeping.state)
         return [status.sleep, *(worker.state for worker in status.workers)]
 
+    @property
+    def epochs(self) -> set[str]:
+        return {worker.hello.epoch for worker in self._pool.roster.alive()}
+
     async def cause(self) -> str:
         with pytest.raises(SleepFailed) as caught:
             await asyncio.wait_for(self.task, 10)
@@ -66,10 +71,6 @@ async def bed(cluster: Cluster) -> AsyncIterator[Bed]:
     yield made
     made.task.cancel()
     await asyncio.gather(made.task, return_exceptions=True)
-
-
-def workers(cluster: Cluster) -> list[SimulatedWorker]:
-    return [worker for process in cluster.processes for worker in process.workers]
 
 
 async def test_a_cluster_sleeps_refuses_requests_says_so_and_wakes_with_the_same_answers(
@@ -87,12 +88,12 @@ async def test_a_cluster_sleeps_refuses_requests_says_so_and_wakes_with_the_same
         await cluster.proxy.run(PROMPT, max_tokens=8)
     with pytest.raises(OrderRefused, match="wake them first"):
         bed.administration.drain("prefill-0", DrainOrder())
-    epochs = {worker.epoch for worker in workers(cluster)}
+    epochs = bed.epochs
     assert (await bed.sleeping.wake(WakeOrder())).state == "awake"
     await until(lambda: bed.states == ["awake", "ready", "ready"])
     after = await cluster.proxy.run(PROMPT, max_tokens=8)
     assert after.tokens == before.tokens == {0: answer_to(PROMPT, 8)}
-    assert epochs == {worker.epoch for worker in workers(cluster)}
+    assert bed.epochs == epochs
     assert not bed.task.done()
 
 
@@ -125,7 +126,7 @@ async def test_a_worker_with_an_open_lease_does_not_fall_asleep_and_the_cluster_
     cluster: Cluster, bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slumber, "WITHIN_S", 0.3)
-    monkeypatch.setattr(SimulatedWorker, "_carried", lambda worker: drain.Carried(0, 1, 0.0, True))
+    monkeypatch.setattr(ProxyLine, "carried", lambda line: drain.Carried(0, 1, 0.0, True))
     await cluster.start("a", "prefill-0")
     await cluster.start("b", "decode-0")
     with pytest.raises(OrderRefused, match="still has 0 requests and 1 transfers"):
@@ -137,7 +138,7 @@ async def test_a_worker_that_waits_for_its_lease_sleeps_when_that_is_dropped(
     cluster: Cluster, bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_ = [1]
-    monkeypatch.setattr(SimulatedWorker, "_carried", lambda worker: drain.Carried(0, open_[0], 0.0, True))
+    monkeypatch.setattr(ProxyLine, "carried", lambda line: drain.Carried(0, open_[0], 0.0, True))
     await cluster.start("a", "prefill-0")
     await cluster.start("b", "decode-0")
     falling = asyncio.create_task(bed.sleeping.sleep(SleepOrder()))
@@ -170,7 +171,7 @@ async def test_an_engine_that_does_not_wake_ends_the_cluster(
     async def out_of_memory(_worker: SimulatedWorker, _method: str, _args: list[Any]) -> Any:
         raise RuntimeError("CUDA out of memory")
 
-    for worker in workers(cluster):
+    for worker in (worker for process in cluster.processes for worker in process.workers):
         monkeypatch.setattr(worker._slumber, "_call_engine", out_of_memory.__get__(worker))
     with pytest.raises(OrderRefused, match="CUDA out of memory"):
         await bed.sleeping.wake(WakeOrder())
