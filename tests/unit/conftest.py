@@ -1,10 +1,16 @@
-"""For all unit tests: what was imported is no garbage.
+"""For all unit tests: examples may take their time, and what was imported is no garbage.
 
 vLLM's modules come with 700,000 objects. Looking through them again and again takes a fifth of the import, and a third
 of a second each time that a test or pytest collects garbage.
 """
 
 import gc
+
+from hypothesis import settings
+
+# How long one takes depends on what else the machine does.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:

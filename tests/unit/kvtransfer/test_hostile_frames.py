@@ -36,7 +36,7 @@ from tests.unit.mutations import DEEP, mutated
 SETTINGS = EndpointSettings(rank=0, bind="ipc://nowhere", links=("host", "zmq"), chunk_bytes=1500, verify="all")
 IDENTITY = RankIdentity("me", "this machine", os.getpid())
 PEER = PeerKey("ipc://nowhere", "fake")
-TIMES = settings(deadline=None, max_examples=60)
+TIMES = settings(max_examples=60)
 
 
 def cache_map(block_size: int) -> CacheMap:

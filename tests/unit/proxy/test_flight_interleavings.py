@@ -335,7 +335,7 @@ def test_what_cannot_be_continued_starts_over_unseen_and_fails_once_seen() -> No
     assert any(s.ends == ("failed",) and s.sent for s in situations), "failed once seen"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     start=st.builds(
         world,

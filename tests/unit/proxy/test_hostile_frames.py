@@ -35,9 +35,7 @@ NEWS = [
     messages.UtilityReply(99, "", msgspec.Raw(b"\xc0")),
     messages.Goodbye("decode-0", "another epoch", "leaving"),
 ]
-TIMES = settings(
-    deadline=None, phases=[Phase.generate], max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+TIMES = settings(phases=[Phase.generate], max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 async def answers(cluster: MiniCluster) -> bool:

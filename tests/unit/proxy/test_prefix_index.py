@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.prefix_events.block_hashes import root
@@ -101,7 +101,6 @@ def test_numbers_that_are_no_tokens_are_in_no_cache() -> None:
 TEXT = st.lists(st.integers(0, 1), min_size=2, max_size=9)
 
 
-@settings(deadline=None)
 @given(
     changes=st.lists(st.tuples(st.sampled_from([*WORKERS]), st.sampled_from(["store", "drop", "clear", "go"]), TEXT)),
     prompt=TEXT,

@@ -74,7 +74,7 @@ def test_who_is_not_up_leaves_before_anybody_who_serves() -> None:
     assert pool_of(roster("decode-0", "decode-1")).least_needed(3, {}) == ["decode-3", "decode-2", "decode-1"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["await", "join", "remove"]), max_size=40), st.randoms(use_true_random=False))
 def test_a_number_is_never_given_to_two_workers(steps: list[str], random: object) -> None:
     known, seen = roster("decode-0", expected=("decode-0", "decode-1")), {}

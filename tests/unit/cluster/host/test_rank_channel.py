@@ -67,7 +67,7 @@ async def channel_at(directory: Path) -> AsyncIterator[Channel]:
         made.context.term()
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(mutated(FROM_RANK), min_size=30, max_size=30))
 async def test_almost_messages_are_dropped_and_counted(tmp_path: Path, frames: list[bytes]) -> None:
     async with channel_at(tmp_path) as made:

@@ -13,7 +13,7 @@ def test_workers_and_proxies_of_all_machines_compute_the_same() -> None:
     assert (first, block_hash(first, [5, 6, 7, 8])) == (0x9222804E3E39BA, 0xF5E021CC935C436)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(parents=st.lists(TOKENS, min_size=2, max_size=2, unique_by=tuple), tokens=TOKENS)
 def test_the_same_tokens_after_different_ones_are_different_blocks(parents: list[list[int]], tokens: list[int]) -> None:
     a, b = (block_hash(NO_PARENT, parent) for parent in parents)

@@ -124,7 +124,7 @@ def test_it_never_grows_beyond_the_engines_blocks() -> None:
     assert not cached.known
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_whoever_follows_the_news_holds_what_the_engine_holds(data: st.DataObject) -> None:
     cached, told, copies = CachedBlocks(BLOCK, 50), set[int](), dict[int, int]()

@@ -204,9 +204,7 @@ class _Batch(msgspec.Struct):
     events: list[Any]
 
 
-@settings(
-    deadline=None, phases=[Phase.generate], max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(phases=[Phase.generate], max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frame=mutated([_Batch([stored([71, 72], [1, 2, 3, 4], extra_keys=[["s"], None]), removed(71)])]))
 def test_almost_events_are_read_or_refused_and_nothing_else(frame: bytes) -> None:
     cached = CachedBlocks(BLOCK, 100)

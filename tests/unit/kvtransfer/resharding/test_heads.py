@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.resharding.heads import HeadRange, UnevenHeads, heads_of, plan_sources
@@ -25,7 +25,6 @@ def test_what_no_worker_has_is_refused(rank: int, tp_size: int, total: int) -> N
         heads_of(rank, tp_size, total)
 
 
-@settings(deadline=None)
 @given(TP_SIZES, TP_SIZES, TOTAL_HEADS)
 def test_every_head_of_an_importer_has_one_source(exporter_tp: int, importer_tp: int, total: int) -> None:
     for rank, sources in enumerate(plan_sources(exporter_tp, importer_tp, total)):
@@ -37,7 +36,6 @@ def test_every_head_of_an_importer_has_one_source(exporter_tp: int, importer_tp:
         assert len({s.exporter_rank for s in sources}) == len(sources)
 
 
-@settings(deadline=None)
 @given(TP_SIZES, TP_SIZES, TOTAL_HEADS)
 def test_every_exporter_knows_how_many_will_attach_and_none_is_left_waiting(
     exporter_tp: int, importer_tp: int, total: int
@@ -49,7 +47,6 @@ def test_every_exporter_knows_how_many_will_attach_and_none_is_left_waiting(
         assert {source.importers_expected for source in attaching} == {len(attaching)}
 
 
-@settings(deadline=None)
 @given(TP_SIZES, TP_SIZES, TOTAL_HEADS)
 def test_no_holder_of_a_head_is_read_from_twice_before_each_was_once(
     exporter_tp: int, importer_tp: int, total: int

@@ -147,7 +147,7 @@ def test_blocks_of_other_sizes_are_bit_exact(layout: str, tp: tuple[int, int], s
                 layer[:] = 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_byte_arrives_once_whatever_the_two_caches_look_like(data: st.DataObject) -> None:
     total_heads = data.draw(st.sampled_from([1, 2, 4, 8]), "heads")

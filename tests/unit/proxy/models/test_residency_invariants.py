@@ -179,7 +179,7 @@ class World:
 
 
 @given(terms=st.lists(TERMS, min_size=4, max_size=4), happenings=st.lists(HAPPENINGS, max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_order_of_events_breaks_a_promise(terms: list[Terms], happenings: list[tuple[str, int]]) -> None:
     named = {f"m{number}": each for number, each in enumerate(terms)} | PINNED
     residency = Residency(CAPACITY, max_waiting=5, max_asleep=MAX_ASLEEP)

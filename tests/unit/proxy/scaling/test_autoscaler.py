@@ -73,7 +73,7 @@ def looks(draw: st.DrawFn) -> Iterator[tuple[int, int, Measured]]:
     return count, draw(st.integers(0, 300)), Measured(count, late, draw(st.integers(0, 20)), count, late // 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(looks(), min_size=1, max_size=40),
     st.tuples(st.integers(0, 3), st.integers(0, 5)),
@@ -110,7 +110,7 @@ def test_whatever_comes_pools_stay_within_their_bounds(
         assert bool(decision.reasons) == (before != dict(decision.want)) or decision.warnings
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 60), st.integers(0, 120), st.floats(0.05, 3.9), st.integers(1, 30))
 def test_at_constant_load_a_pool_that_found_its_size_keeps_it(
     per_look: int, at_once: int, prompt_s: float, start: int
@@ -120,7 +120,7 @@ def test_at_constant_load_a_pool_that_found_its_size_keeps_it(
     assert situation.changes(situation.live(3 * RULES.hold_s, per_look, at_once)) == []
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60))
 def test_more_work_never_gets_fewer_workers(per_look: int, more: int, at_once: int, more_at_once: int) -> None:
     small, large = Situation(), Situation()
