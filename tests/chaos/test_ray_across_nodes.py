@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from lab.launches import twinpool
 from lab.server_process import Server, free_port
 from tests.chaos.test_ray import ray_address as ray_address
-from tests.engine.observed import Moved, wait_until, worker
+from tests.engine.observed import Watch, wait_until, worker
 from tests.engine.random_llama import VOCABULARY, make_random_llama
 
 pytestmark = [pytest.mark.by_hand, pytest.mark.timeout(900)]
@@ -86,10 +86,9 @@ def test_a_worker_whose_ranks_are_on_two_nodes_answers_as_one_process_and_surviv
         server.wait_until_healthy(deadline_s=400)
         ranks = _ranks()
         assert len(ranks) == 2, "one per node"
-        moved = Moved(server.url, "host")
+        watch = Watch(server.url, "host")
         assert _generate(server.url) == expected
-        moved.wait_for_handovers()
-        assert moved.bytes_over_any_link > 0
+        assert watch.after_handovers().bytes_over_any_link > 0
 
         old = worker(server.url, "decode-0")
         list(ranks.values())[-1].kill()
