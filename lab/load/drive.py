@@ -1,8 +1,10 @@
 """Sends sessions at their times, whatever the server does, and collects what became of them."""
 
 import asyncio
+import contextlib
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import aiohttp
 
@@ -42,11 +44,12 @@ class Load:
         """Returns when every request has ended. Cancelling it cuts the open ones off."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as http:
-            self._started_s = time.perf_counter()
-            async with asyncio.TaskGroup() as tasks:
-                for session in self._sessions:
-                    await asyncio.sleep(max(0.0, session.start_s - self.elapsed_s))
-                    tasks.create_task(self._talk(http, session))
+            with _short_collections():
+                self._started_s = time.perf_counter()
+                async with asyncio.TaskGroup() as tasks:
+                    for session in self._sessions:
+                        await asyncio.sleep(max(0.0, session.start_s - self.elapsed_s))
+                        tasks.create_task(self._talk(http, session))
 
     async def _talk(self, http: aiohttp.ClientSession, session: Session) -> None:
         """All turns of a session; the first that fails is the last."""
@@ -77,3 +80,14 @@ class Load:
     def _end(self, record: Record) -> None:
         self.records.append(record)
         self._on_done(record)
+
+
+@contextlib.contextmanager
+def _short_collections() -> Iterator[None]:
+    """Garbage is looked for among new objects alone: all modules and prompts take milliseconds, added to some token."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
