@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
+from cluster.config import ROLES
 from cluster.messages import HandoverClosed, WorkerLoad
 from proxy.prefixes.prefix_metrics import PrefixMetrics, forget_worker
 from proxy.scheduling.place import REASONS
@@ -153,7 +154,7 @@ class ProxyMetrics:
         self.slo = SloMetrics(registry)
         self._paced: set[str] = set()  # workers of the last `observe_pace`
         self._copied: dict[tuple[str, str, str], tuple[int, float]] = {}  # bytes and seconds at the last report
-        for role in ("prefill", "decode"):
+        for role in ROLES:
             self.workers_alive.labels(role).set(0)
 
     def observe_decision(self, placement: str, reason: str) -> None:

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
+from cluster.launch.logs import failure_logger
+
 log = logging.getLogger("twinpool.proxy")
 
 
@@ -39,10 +41,8 @@ def first_failure(tasks: Sequence["asyncio.Task[Any]"]) -> str:
     return "a task of the proxy ended"
 
 
-def log_failure(task: "asyncio.Task[Any]") -> None:
-    """To be called when a task ends that nobody waits for."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("task_failed task=%s error=%s", task.get_name(), error, exc_info=error)
+log_failure = failure_logger(log, "task_failed")
+"""To be called when a task ends that nobody waits for."""
 
 
 async def beats(every_s: float) -> AsyncIterator[tuple[float, float]]:

@@ -1,7 +1,9 @@
-"""What a started process writes to its log, and what the launcher says of tasks that fail."""
+"""What a started process writes to its log, and what is said of tasks that fail."""
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any
 
 log = logging.getLogger("twinpool.launcher")
 
@@ -17,7 +19,15 @@ def start_log() -> None:
     logging.getLogger("twinpool").setLevel(logging.INFO)
 
 
-def log_failure(task: "asyncio.Task[None]") -> None:
-    """To be called when a task of the launcher is done: nobody waits for it who would notice."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("launcher_task_failed task=%s", task.get_name(), exc_info=error)
+def failure_logger(to: logging.Logger, event: str) -> Callable[["asyncio.Task[Any]"], None]:
+    """What to call when a task is done that nobody waits for: it writes down why it failed, if it did."""
+
+    def log_failure(task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            to.error("%s task=%s error=%s", event, task.get_name(), error, exc_info=error)
+
+    return log_failure
+
+
+log_failure = failure_logger(log, "launcher_task_failed")
+"""Of tasks of the launcher."""

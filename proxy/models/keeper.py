@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from prometheus_client import Histogram
+
 from cluster.models.config import ModelsConfig
 from cluster.models.messages import ModelList, ModelStatus
 from cluster.models.models_file import ModelSpec, capacity_problems, name_problems
@@ -202,13 +204,7 @@ class Keeper:
 
     def up(self, name: str, took_s: float) -> None:
         """A model serves."""
-        resident = self._residency.find(name)
-        if resident is None or resident.state is not State.STARTING:
-            return  # it was told to stop meanwhile
-        self._metrics.start_seconds.labels(name).observe(took_s)
-        self._residency.came_up(name, self._loop.time())
-        self._say(f"{name} is up after {took_s:.1f} s")
-        self._act()
+        self._serves(name, State.STARTING, self._metrics.start_seconds, f"is up after {took_s:.1f} s", took_s)
 
     def asleep(self, name: str, took_s: float) -> None:
         """A model sleeps."""
@@ -218,12 +214,15 @@ class Keeper:
 
     def woken(self, name: str, took_s: float) -> None:
         """A model that slept serves again."""
+        self._serves(name, State.WAKING, self._metrics.wake_seconds, f"is awake after {took_s:.1f} s", took_s)
+
+    def _serves(self, name: str, was: State, durations: Histogram, text: str, took_s: float) -> None:
         resident = self._residency.find(name)
-        if resident is None or resident.state is not State.WAKING:
+        if resident is None or resident.state is not was:
             return  # it was told to stop meanwhile
-        self._metrics.wake_seconds.labels(name).observe(took_s)
+        durations.labels(name).observe(took_s)
         self._residency.came_up(name, self._loop.time())
-        self._say(f"{name} is awake after {took_s:.1f} s")
+        self._say(f"{name} {text}")
         self._act()
 
     def stuck(self, name: str, cause: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from math import inf, sqrt
 from typing import NamedTuple
 
+from cluster.config import ROLES
 from proxy.scaling.decode_need import BatchCosts, decode_workers, fit_in_memory
 from proxy.scaling.load import Level, Load
 from proxy.scaling.look import Arrivals, Decision, Look
@@ -20,7 +21,6 @@ from proxy.scaling.prefill_need import prefill_workers
 from proxy.scaling.rules import ScalingRules
 from proxy.scheduling.view import Role
 
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 OTHER: Mapping[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 CERTAIN = 3.0
 """Standard errors by which misses must exceed what is allowed."""

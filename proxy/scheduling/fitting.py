@@ -129,12 +129,8 @@ def _through_prefill(
     )
     if not offers:
         return NoFit("no_prefill_worker", 0.0, 0.0)
-    shortest_s = min(offer.ahead_s for offer in offers if offer.avoided == offers[0].avoided)
-    if isinstance(way, Remote):
-        left_s = (entry.deadline_s - now_s) / caution
-        is_late = min(offer.first_token_in_s for offer in offers) > left_s
-        if (spill := _overflow(pools, shape, expected, shortest_s, left_s, is_late, now_s)) is not None:
-            return spill
+    if isinstance(way, Remote) and (spill := _overflow(pools, entry, expected, offers, caution, now_s)) is not None:
+        return spill
     reason, full_for = "prefill_full", set[str]()
     is_settled = _is_settled(offers)
     for offer in offers:
@@ -208,26 +204,31 @@ def _fit(
 
 
 def _overflow(
-    pools: Pools, shape: RequestShape, expected: int, ahead_s: float, left_s: float, is_late: bool, now_s: float
+    pools: Pools, entry: Entry, expected: int, offers: list[_Offer], caution: float, now_s: float
 ) -> Fit | None:
     """A decode worker computes the prompt because prefill workers are busy, if that takes it less than half the wait
-    for one of them (its time is everybody's; `ahead_s`), and if everybody's gap between tokens stays within its target.
+    for one of them (its time is everybody's), and if everybody's gap between tokens stays within its target.
 
-    So the prompt must fit between two steps. Or, if the first token would be late otherwise (`is_late`), some steps
-    take a chunk of it each; it must come within `left_s`, and nobody may be handed over meanwhile, who would have to
-    wait for one long step and then for another. One prompt at a time, and never a probe, which is there to go through
-    both pools.
+    So the prompt must fit between two steps. Or, if the first token would be late otherwise, some steps take a chunk of
+    it each; it must be in time then, and nobody may be handed over meanwhile, who would have to wait for one long step
+    and then for another. One prompt at a time, and never a probe, which is there to go through both pools.
     """
+    shape = entry.shape
+    ahead_s = min(offer.ahead_s for offer in offers if offer.avoided == offers[0].avoided)
     if ahead_s <= 0.0 or shape.standing.slo.name == PROBE.name:
         return None
     worker = pools.decode_for(shape.num_prompt_tokens + 1, expected, avoid=shape.avoid, adapter=shape.adapter)
     prefill_s = pools.average.prefill_s(shape.num_prompt_tokens)
     if worker is None or worker.local_prefills or 2 * prefill_s >= ahead_s:
         return None
-    itl_s = shape.standing.slo.itl_s
+    itl_s, left_s = shape.standing.slo.itl_s, (entry.deadline_s - now_s) / caution
     if prefill_s <= worker.spare_s(itl_s):
         in_s, reason = prefill_s, "prefill_busy"
-    elif is_late and (in_s := worker.in_chunks_s(prefill_s, itl_s)) <= left_s and not pools.hands_over(in_s, now_s):
+    elif (
+        min(offer.first_token_in_s for offer in offers) > left_s
+        and (in_s := worker.in_chunks_s(prefill_s, itl_s)) <= left_s
+        and not pools.hands_over(in_s, now_s)
+    ):
         reason = "prefill_late"
     else:
         return None

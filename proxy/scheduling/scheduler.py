@@ -243,8 +243,13 @@ class Scheduler:
         self._take(waiting, found, now_s, decisions)
 
     def _fit(self, waiting: _Waiting, cached: Mapping[str, int], now_s: float) -> Fit | NoFit:
-        pools, caution = self.books.pools, max(QUEUE_CAUTION, self.books.caution.factor)
-        return fit(pools, self.books.lengths, waiting.way, waiting.entry, cached, now_s, caution)
+        caution = self._queue_caution
+        return fit(self.books.pools, self.books.lengths, waiting.way, waiting.entry, cached, now_s, caution)
+
+    @property
+    def _queue_caution(self) -> float:
+        """By how much predictions are stretched for those who might wait."""
+        return max(QUEUE_CAUTION, self.books.caution.factor)
 
     def _take(self, waiting: _Waiting, found: Fit, now_s: float, decisions: list[Decision]) -> None:
         entry = waiting.entry
@@ -268,8 +273,8 @@ class Scheduler:
                 # It takes nothing of what those before it wait for.
                 self._take(newcomer, found, now_s, decisions)
                 return
-            in_s, caution = wait_s + found.first_token_in_s, max(QUEUE_CAUTION, self.books.caution.factor)
-            if self._too_late(newcomer, in_s, found.alone_s, caution, now_s, decisions):
+            in_s = wait_s + found.first_token_in_s
+            if self._too_late(newcomer, in_s, found.alone_s, self._queue_caution, now_s, decisions):
                 demoted = self._waiting.get(entry.request_id)
                 if demoted is None:
                     return

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from cluster.config import ROLES
 from cluster.launch.seats import NothingFree
 from cluster.messages import LEAVE
 from cluster.orders import Accepted, DrainOrder, RestartOrder, RoleOrder, RollingStatus, ScaleOrder
@@ -20,8 +21,6 @@ from proxy.workers.roster import Roster, Worker, role_named_in
 from proxy.workers.worker_pool import WorkerPool
 
 log = logging.getLogger("twinpool.proxy")
-
-ROLES = ("prefill", "decode")
 
 
 class Steers(Protocol):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from cluster.config import ClusterConfig
+from cluster.config import ROLES, ClusterConfig
 from proxy.supervision import ProxyStartError
 from proxy.workers.roster import Roster, role_named_in
 from proxy.workers.worker_pool import WorkerPool
@@ -11,11 +11,7 @@ from proxy.workers.worker_pool import WorkerPool
 
 def expected_workers(config: ClusterConfig) -> tuple[str, ...]:
     """Ids of all workers of the configuration, in the order of their indices."""
-    return tuple(
-        f"{role}-{index}"
-        for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode))
-        for index in range(pool.replicas)
-    )
+    return tuple(f"{role}-{index}" for role in ROLES for index in range(config.pools.of(role).replicas))
 
 
 async def wait_for_workers(

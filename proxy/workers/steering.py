@@ -5,11 +5,11 @@ import logging
 import time
 from typing import Protocol
 
-from cluster.config import ClusterConfig
+from cluster.config import ROLES, ClusterConfig
 from cluster.orders import RoleOrder, ScaleOrder
 from cluster.status import AutoscaleStatus
 from proxy.metrics import ProxyMetrics
-from proxy.scaling.autoscaler import OTHER, ROLES, Autoscaler
+from proxy.scaling.autoscaler import OTHER, Autoscaler
 from proxy.scaling.look import Decision, PoolSize
 from proxy.scaling.meter import Meter
 from proxy.scaling.observe import look_at

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import zmq
 
 from cluster import messages
-from cluster.config import LivenessConfig
+from cluster.config import ROLES, LivenessConfig
 from cluster.trust import ClusterKey
 from proxy.adapters.registry import AdapterRegistry
 from proxy.metrics import ProxyMetrics
@@ -252,7 +252,7 @@ class WorkerPool:
 
     def _pool_changed(self) -> None:
         self._metrics.observe_alive(
-            {role: len(self.roster.alive(role)) for role in ("prefill", "decode")},
+            {role: len(self.roster.alive(role)) for role in ROLES},
             [worker.role for worker in self.roster.draining()],
             sum(worker.hello.engine.simulated for worker in self.roster.alive()),
         )

@@ -6,6 +6,7 @@ from math import inf
 
 import simpy
 
+from cluster.config import ROLES
 from lab.load.client import Record
 from lab.load.plan import Session, plan_sessions
 from lab.load.work import WorkClass
@@ -16,8 +17,6 @@ from proxy.scaling.look import PoolSize
 from proxy.scaling.observe import look_at
 from proxy.scaling.rules import ScalingRules
 from proxy.scheduling.view import Role
-
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
