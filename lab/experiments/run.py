@@ -74,7 +74,8 @@ def _run_arm(
         say(f"  up after {start_s:.0f} s")
 
         def measure(rate: float, repeat: int) -> Run:
-            run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat))
+            texts = sum(run.arm == arm.name for run in results.runs)
+            run = asyncio.run(_measure(experiment, arm, servers, prompts, rate, experiment.seed + repeat, texts))
             run.start_s = start_s
             run.setup = setup(experiment, arm, machine)
             results.runs.append(run)
@@ -109,10 +110,11 @@ def _warm_up(servers: Sequence[Server], lengths: Sequence[int]) -> None:
 
 
 async def _measure(
-    experiment: Experiment, arm: Arm, servers: Sequence[Server], prompts: Prompts, rate: float, seed: int
+    experiment: Experiment, arm: Arm, servers: Sequence[Server], prompts: Prompts, rate: float, seed: int, texts: int
 ) -> Run:
+    """`texts`: a number of its own for every load that the same servers get."""
     classes = experiment.classes(arm, rate)
-    sessions = plan_sessions(classes, experiment.seconds, seed, experiment.process)
+    sessions = plan_sessions(classes, experiment.seconds, seed, experiment.process, texts=texts)
     targets = [
         Target(server.url, SERVED_NAME, {}, {"ignore_eos": True, "return_token_ids": True}, _REQUEST_TIMEOUT_S)
         for server in servers

@@ -13,8 +13,9 @@ TRACE_CLASS = "trace"
 # Seeds of articles: sessions, what classes share, and blocks of traces have ranges of their own.
 _TURNS_PER_SESSION = 997
 _SESSIONS_PER_SEED = 10**6
-_SHARED_SEED = 10**13
-_TRACE_SEED = 10**14
+_SEEDS_PER_TEXTS = 10**4
+_SHARED_SEED = 10**16
+_TRACE_SEED = 10**17
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,19 @@ class Session:
 
 
 def plan_sessions(
-    classes: Sequence[WorkClass], seconds: float, seed: int, process: Process = "poisson", cv: float = 2.0
+    classes: Sequence[WorkClass],
+    seconds: float,
+    seed: int,
+    process: Process = "poisson",
+    cv: float = 2.0,
+    texts: int = 0,
 ) -> list[Session]:
-    """All sessions in order of their start. Classes draw apart: adding one does not move the others."""
+    """All sessions in order of their start. Classes draw apart: adding one does not move the others.
+
+    `texts`: another number is the same load with other words. A server that keeps prefixes would know the words of a
+    load that it has served already.
+    """
+    wording = seed + texts * _SEEDS_PER_TEXTS
     starts: list[tuple[float, int]] = []
     for index, work in enumerate(classes):
         rng = random.Random(f"{seed}/{work.name}")
@@ -59,9 +70,9 @@ def plan_sessions(
     sessions = []
     for number, (at_s, index) in enumerate(sorted(starts)):
         work = classes[index]
-        own = (seed * _SESSIONS_PER_SEED + number) * _TURNS_PER_SESSION
+        own = (wording * _SESSIONS_PER_SEED + number) * _TURNS_PER_SESSION
         new_tokens = work.prompt_tokens - work.shared_tokens
-        shared = Piece(_SHARED_SEED + seed * _SESSIONS_PER_SEED + index, work.shared_tokens)
+        shared = Piece(_SHARED_SEED + wording * _SESSIONS_PER_SEED + index, work.shared_tokens)
         turns = [Turn((Piece(own + turn, new_tokens),), work.output_tokens) for turn in range(work.turns)]
         if work.shared_tokens:
             turns[0] = Turn((shared, *turns[0].pieces), work.output_tokens)

@@ -34,11 +34,13 @@ class NoServer:
 
 def test_the_runs_before_an_arm_fails_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def measure(_experiment: Experiment, arm: Arm, *given: Any) -> Run:
-        seed = given[-1]
+        seed, texts = given[-2:]
+        told.append(texts)
         if (arm.name, seed) == ("a", 3):
             raise ServerFailed("it died")
         return Run(arm.name, arm.kind, 1.0, seed, [], summarize([], [], 1.0), [])
 
+    told: list[int] = []
     monkeypatch.setattr(run, "Server", NoServer)
     monkeypatch.setattr(run, "_warm_up", lambda *_: None)
     monkeypatch.setattr(run, "_measure", measure)
@@ -46,6 +48,7 @@ def test_the_runs_before_an_arm_fails_are_kept(monkeypatch: pytest.MonkeyPatch, 
     results = Results("t", "", "m", "machine", "now", [])
     run.run_experiment(EXPERIMENT, "model", Machine(cores=(0,)), tmp_path, results, lambda _text: None)
     assert [(r.arm, r.seed) for r in results.runs] == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 3)]
+    assert told == [0, 1, 2, 0, 1, 2], "no server is asked the same twice, and all arms are asked the same"
     assert results.skipped == {"a": "it died"}
 
 

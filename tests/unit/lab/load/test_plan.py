@@ -31,6 +31,14 @@ def test_the_same_seed_is_the_same_work_whatever_else_is_sent() -> None:
     assert [s.start_s for s in together] == sorted(s.start_s for s in together)
 
 
+def test_other_texts_are_the_same_load_in_words_that_no_cache_has_seen() -> None:
+    classes = [parse_work("talk=5/s,40+4,turns=2,shared=25"), parse_work("batch=1/s,20+1")]
+    loads = [plan_sessions(classes, 20, seed=seed, texts=texts) for seed, texts in [(7, 0), (7, 1), (8, 0), (8, 1)]]
+    assert [(s.start_s, s.work, s.number) for s in loads[0]] == [(s.start_s, s.work, s.number) for s in loads[1]]
+    articles = [{piece.seed for session in load for turn in session.turns for piece in turn.pieces} for load in loads]
+    assert len(set.union(*articles)) == sum(map(len, articles))
+
+
 def test_prompts_have_exactly_their_length_and_share_what_they_should() -> None:
     (work,) = [parse_work("talk=5/s,40+4,turns=2,shared=25")]
     prompts = Prompts(lambda text: [zlib.crc32(word.encode()) for word in text.split()])
