@@ -107,6 +107,7 @@ class Candidates:
             tokens_total=request.num_prompt_tokens,
             ahead=ahead or request.num_output_tokens > 0,
             certain=certain,
+            longest_step_s=urgency.longest_step_s,
         )
 
     def _add_decode(self, request: Request, tokens: int) -> None:

@@ -13,7 +13,8 @@ Internals of vLLM 0.32 this relies on:
   * It tries `kv_holding_waiting` before `waiting`, both from the front, and stops at the first request that gets no
     blocks (`full_sequence_must_fit`) or no place (`max_num_active_reqs`). Requests in a blocked status are passed over.
   * `running` may be in any order; without priorities the last one is preempted first.
-  * `update_from_output` is called once for each `SchedulerOutput`.
+  * `schedule` counts the tokens of the step as computed (`Request.num_computed_tokens`) before it returns, and
+    `update_from_output` is called once for each `SchedulerOutput`.
   * `Request.{num_tokens_with_spec, num_output_placeholders, num_computed_tokens, is_prefill_chunk, has_encoder_inputs,
     sampling_params}`, and that requests
     can be referred to weakly; `KVCacheManager.{get_computed_blocks, watermark_blocks, block_pool}`.
@@ -22,6 +23,7 @@ Internals of vLLM 0.32 this relies on:
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,8 +37,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from prefill.chunk_order import by_urgency, owed_a_share, share_out
-from prefill.step_budget import CPU_PRIOR, GPU_PRIOR, StepCosts, economical_tokens, prefill_budget
+from prefill.chunk_order import by_urgency, held_up_s, owed_a_share, share_out, step_s
+from prefill.step_budget import fill_tokens, prefill_budget, yielding_budget
+from prefill.step_cost import CPU_PRIOR, GPU_PRIOR, StepCosts, pairs_of
 from prefill.urgency import Urgency, read_urgency
 from prefill.vllm_candidates import Candidates, decode_tokens_at_most, tokens_left
 
@@ -45,6 +48,16 @@ log = logging.getLogger("twinpool.prefill")
 DOUBTED_STEPS = 8
 """So many steps nothing is held back for a request that vLLM did not admit although tokens were held back for it."""
 _STEPS_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that was not answered yet."""
+
+    at_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    pairs: float
 
 
 class ChunkScheduler(Scheduler):  # type: ignore[misc]
@@ -66,7 +79,7 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
         self._doubted_until: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._shares: Mapping[str, int] | None = None
         """Prompt tokens by request id in the step being scheduled; None: no limits of ours."""
-        self._started_s: dict[int, float] = {}
+        self._begun: dict[int, _Begun] = {}
         """By id of a `SchedulerOutput` that was not answered yet."""
         self._answered_s = 0.0
         if self._by_deadline and not isinstance(self.waiting, FCFSRequestQueue):
@@ -100,23 +113,20 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
             if request.request_id not in output.num_scheduled_tokens:
                 self._doubted_until[request] = self.current_step + DOUBTED_STEPS
         if output.total_num_scheduled_tokens > 0:
-            self._started_s[id(output)] = now_s
-            if len(self._started_s) > _STEPS_IN_FLIGHT:
-                del self._started_s[next(iter(self._started_s))]
+            self._begun[id(output)] = _Begun(now_s, *self._held(output))
+            if len(self._begun) > _STEPS_IN_FLIGHT:
+                del self._begun[next(iter(self._begun))]
         return output
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        started_s = self._started_s.pop(id(scheduler_output), None)
+        begun = self._begun.pop(id(scheduler_output), None)
         now_s = time.monotonic()
-        if started_s is not None:
+        if begun is not None:
             # With async scheduling a step is scheduled while the one before it runs, and begins when that ends.
-            begun_s = max(started_s, self._answered_s)
-            at_most = decode_tokens_at_most(self)
-            decode_tokens = sum(n for n in scheduler_output.num_scheduled_tokens.values() if n <= at_most)
-            prefill_tokens = scheduler_output.total_num_scheduled_tokens - decode_tokens
-            self._costs.observe(prefill_tokens, decode_tokens, now_s - begun_s)
+            seconds = now_s - max(begun.at_s, self._answered_s)
+            self._costs.observe(begun.prefill_tokens, begun.decode_tokens, seconds, begun.pairs)
         self._answered_s = now_s
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         return outputs
@@ -128,6 +138,18 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
             if share == 0 or not request.has_encoder_inputs:
                 num_new_tokens = min(num_new_tokens, share)
         return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+
+    def _held(self, output: SchedulerOutput) -> tuple[int, int, float]:
+        """Prefill tokens, decode tokens and pairs of attention of a step that was just scheduled."""
+        prefill_tokens, decode_tokens, pairs, at_most = 0, 0, 0.0, decode_tokens_at_most(self)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if num_tokens <= at_most:
+                decode_tokens += num_tokens
+            else:
+                prefill_tokens += num_tokens
+                # vLLM has counted them as computed already.
+                pairs += pairs_of(num_tokens, self.requests[request_id].num_computed_tokens - num_tokens)
+        return prefill_tokens, decode_tokens, pairs
 
     # --- what the step may hold ------------------------------------------------------------------
 
@@ -161,13 +183,20 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
         cost = self._costs.cost
         all_tokens = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         budget = max(0, all_tokens - step.decode_tokens - step.wants_scan)
+        ranked = by_urgency(step.prefills, now_s, self._takes_s) if self._by_deadline else step.prefills
+        first = ranked[0]
         if step.itl_s is not None:
-            budget = prefill_budget(cost, step.decode_tokens, step.itl_s, budget)
+            budget = prefill_budget(cost, step.decode_tokens, step.itl_s, budget, first.before, self._costs.overrun)
         if not self._by_deadline:
-            return share_out(step.prefills, budget, budget)
-        ranked = by_urgency(step.prefills, now_s, cost.prefill_token_s)
-        fill = budget if step.decode_tokens else economical_tokens(cost, budget)
-        return share_out(ranked, budget, fill, owed_a_share(ranked, now_s, cost.prefill_token_s))
+            return share_out(ranked, budget, budget)
+        budget = yielding_budget(cost, step_s(ranked, now_s, self._takes_s), budget, first.before)
+        fill = budget
+        if not step.decode_tokens:
+            fill = fill_tokens(cost, first.tokens_left, held_up_s(ranked, now_s, self._takes_s), budget)
+        return share_out(ranked, budget, fill, owed_a_share(ranked, now_s, self._takes_s))
+
+    def _takes_s(self, num_tokens: int, before: int) -> float:
+        return self._costs.cost.prompt_s(num_tokens, pairs_of(num_tokens, before))
 
     def _put_in_order(self, requests: list[Request]) -> None:
         self.waiting.clear()
@@ -176,7 +205,7 @@ class ChunkScheduler(Scheduler):  # type: ignore[misc]
     def _ranked(self, step: Candidates, requests: Iterable[Request], now_s: float) -> list[Request]:
         by_id = {request.request_id: request for request in requests}
         views = [step.view(r, tokens_left(r, r.num_computed_tokens)) for r in by_id.values()]
-        return [by_id[p.request_id] for p in by_urgency(views, now_s, self._costs.cost.prefill_token_s)]
+        return [by_id[p.request_id] for p in by_urgency(views, now_s, self._takes_s)]
 
     def _is_doubted(self, request: Request) -> bool:
         return bool(self._doubted_until.get(request, 0) > self.current_step)

@@ -15,7 +15,7 @@ from proxy.scaling.observe import prompt_alone_s
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote
 from proxy.scheduling.prompt_hashes import PromptHashes
 from proxy.scheduling.scheduler import Scheduler
-from proxy.scheduling.slo import OverloadPolicy, SloClass, Standing
+from proxy.scheduling.slo import OverloadPolicy, SloClass, Standing, made_to_yield
 from proxy.scheduling.view import RequestShape, Role, WorkerFacts
 
 _BLOCK_TOKENS = 16
@@ -87,12 +87,11 @@ class SimulatedCluster:
         self._env = simpy.Environment()
         self._costs, self._rules = costs, rules
         self._steps: dict[Role, StepTimes] = {"prefill": costs.steps("prefill"), "decode": costs.steps("decode")}
-        self._standings = {
-            work.name: Standing(
-                SloClass(work.name, work.ttft_s or _NO_LIMIT_S, work.itl_s or _NO_LIMIT_S, rules.on_overload)
-            )
+        limits = (
+            SloClass(work.name, work.ttft_s or _NO_LIMIT_S, work.itl_s or _NO_LIMIT_S, rules.on_overload)
             for work in classes
-        }
+        )
+        self._standings = {slo.name: Standing(slo) for slo in made_to_yield(limits)}
         self._caches = PrefixCaches(max(1, self._steps["prefill"].kv_tokens) if rules.bounded_caches else None)
         policy = Policy(
             rules.remote_prefill_min_tokens,

@@ -4,6 +4,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import simpy
@@ -17,6 +18,10 @@ ITL_MARGIN = 0.9
 """Part of the target for gaps that a step with a chunk may take, as in `prefill.step_budget`."""
 MIN_PREFILL_TOKENS = 16
 """A prompt makes at least this progress per step, as there."""
+FIXED_PART = 0.1
+"""Part of an economical step's time that every step costs, as there."""
+YIELDING = 1.25
+"""Times as long a prompt may take in short steps, and still must be in time, as in `prefill.chunk_order`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,16 +93,25 @@ class _Job:
     urgency: tuple[Any, ...]
 
 
-def share(jobs: Iterable[_Job], budget_tokens: int) -> list[tuple[_Job, int]]:
-    """What of each prompt goes into a step: the first ones as far as the budget reaches."""
-    parts, left = [], budget_tokens
+def share(jobs: Iterable[_Job], budget_tokens: int, fill_tokens: int | None = None) -> list[tuple[_Job, int]]:
+    """What of each prompt goes into a step: all of the first one that the budget allows, and of others until the step
+    has `fill_tokens` (None: the budget)."""
+    parts, used, most = [], 0, budget_tokens
     for job in jobs:
-        if left <= 0:
+        if used >= most:
             break
-        tokens = min(left, job.tokens_left)
+        tokens = min(most - used, job.tokens_left)
         parts.append((job, tokens))
-        left -= tokens
+        used += tokens
+        most = min(budget_tokens, budget_tokens if fill_tokens is None else fill_tokens)
     return parts
+
+
+def economical_tokens(steps: StepTimes, chunk_tokens: int) -> int:
+    """From which on a larger step is hardly more efficient, as in `prefill.step_budget`."""
+    fixed_s = steps.step_s(0, 0, 1)
+    token_s = (steps.step_s(0, 0, chunk_tokens) - fixed_s) / chunk_tokens
+    return min(chunk_tokens, int(fixed_s * (1 - FIXED_PART) / FIXED_PART / max(token_s, 1e-9)))
 
 
 def together(parts: Sequence[tuple[_Job, int]]) -> tuple[int, int]:
@@ -127,6 +141,7 @@ class PrefillWorker:
         self.busy_s = 0.0
         self._env = env
         self._chunk_tokens = chunk_tokens
+        self._fill_tokens = economical_tokens(steps, chunk_tokens)
         self._on_prefilled = on_prefilled
         self._jobs: list[_Job] = []
         self._wake = env.event()
@@ -153,6 +168,16 @@ class PrefillWorker:
         """The worker dies."""
         self._jobs = []
 
+    def _budget(self) -> int:
+        """As many tokens as those can wait for who may come meanwhile, if the first prompt has time."""
+        budget, slo = self._chunk_tokens, self._jobs[0].request.shape.standing.slo
+        left_s = self._jobs[0].request.arrived_s + slo.ttft_s - self._env.now
+        if slo.longest_step_s == inf or self.steps.prefill_s(self._jobs[0].tokens_left) * YIELDING > left_s:
+            return budget
+        while budget > MIN_PREFILL_TOKENS and self.steps.step_s(0, 0, budget, 0) > slo.longest_step_s:
+            budget //= 2
+        return budget
+
     def _run(self) -> simpy.events.ProcessGenerator:
         while True:
             if not self._jobs:
@@ -160,7 +185,7 @@ class PrefillWorker:
                 yield self._wake
                 continue
             self._jobs.sort(key=lambda job: job.urgency)
-            chunk = share(self._jobs, self._chunk_tokens)
+            chunk = share(self._jobs, self._budget(), self._fill_tokens)
             tokens, already = together(chunk)
             seconds = self.steps.step_s(0, 0, tokens, already)
             self.busy_s += seconds

@@ -199,7 +199,8 @@ def _fit(
     if decode is not None:
         placement = Remote(worker_id, decode.facts.worker_id, way.reason)
         blocks = decode.blocks_of(expected - cached.get(decode.facts.worker_id, 0))
-    job = Job(urgency, prefill_work(shape.num_prompt_tokens - offer.cached, offer.cached), offer.prefill_s)
+    work = prefill_work(shape.num_prompt_tokens - offer.cached, offer.cached)
+    job = Job(urgency, work, offer.prefill_s, shape.standing.slo.longest_step_s)
     return Fit(placement, offer.worker, decode, job, blocks, offer.first_token_in_s, offer.prefill_s)
 
 

@@ -1,6 +1,8 @@
 """What a request may expect: the class it belongs to, its rank among others, and whose it is."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 OverloadPolicy = Literal["reject", "demote", "queue"]
@@ -17,6 +19,22 @@ class SloClass:
     itl_s: float = 0.1
     """Longest gap between tokens."""
     on_overload: OverloadPolicy = "demote"
+    longest_step_s: float = inf
+    """An engine's step on its prompts ends within this, so that those of stricter classes need not wait for long."""
+
+
+STEP_PART = 0.5
+"""Part of a stricter class's time to first token that may go by until the step that it meets has ended; the rest is for
+its own prompt."""
+
+
+def made_to_yield(classes: Iterable[SloClass]) -> list[SloClass]:
+    """The same classes; the steps of each are as short as those that are stricter need them."""
+    given = list(classes)
+    strictest_s = min((each.ttft_s for each in given), default=inf)
+    return [
+        replace(each, longest_step_s=STEP_PART * strictest_s if each.ttft_s > strictest_s else inf) for each in given
+    ]
 
 
 PROBE = SloClass(name="probe", on_overload="queue")

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 
 from cluster.configuration.slo import DEFAULT_CLASS, SloConfig
-from proxy.scheduling.slo import SloClass, Standing
+from proxy.scheduling.slo import SloClass, Standing, made_to_yield
 
 TENANT_DIGITS = 16
 
@@ -27,18 +27,16 @@ class SloRules:
         self.priority_range = config.priority_range
         """A request's own priority lies between minus this and this."""
         default = SloClass(DEFAULT_CLASS, config.ttft_s, config.itl_s, config.on_overload)
-        self.classes: Mapping[str, SloClass] = {
-            DEFAULT_CLASS: default,
-            **{
-                name: SloClass(
-                    name,
-                    default.ttft_s if kind.ttft_s is None else kind.ttft_s,
-                    default.itl_s if kind.itl_s is None else kind.itl_s,
-                    default.on_overload if kind.on_overload is None else kind.on_overload,
-                )
-                for name, kind in config.classes.items()
-            },
-        }
+        others = (
+            SloClass(
+                name,
+                default.ttft_s if kind.ttft_s is None else kind.ttft_s,
+                default.itl_s if kind.itl_s is None else kind.itl_s,
+                default.on_overload if kind.on_overload is None else kind.on_overload,
+            )
+            for name, kind in config.classes.items()
+        )
+        self.classes: Mapping[str, SloClass] = {each.name: each for each in made_to_yield([default, *others])}
         self._priorities = {name: kind.priority for name, kind in config.classes.items()}
         self._by_key = {
             _digest(key.get_secret_value()): name for name, kind in config.classes.items() for key in kind.api_keys

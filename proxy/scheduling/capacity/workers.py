@@ -1,15 +1,16 @@
 """What each worker has been given, and what that leaves room for."""
 
 from dataclasses import dataclass, field
-from math import ceil, exp, sqrt
+from math import ceil, exp, inf, sqrt
 
 from proxy.scheduling.capacity.costs import CostModel, Work
 from proxy.scheduling.view import WorkerFacts
 
 BUDGETS_AHEAD = 2
 """Chunk budgets of prompt tokens that may lie before a request when it is sent to a prefill worker."""
-SAMPLE_REQUESTS = 2
-"""A worker that is never idle is sampled after so many prefills."""
+SAMPLE_TIMES = 4
+"""A worker that is never idle is sampled when it has ended so many times the work of the longest prompt that it still
+has: how much of that one is done is unknown."""
 STEP_PART = 0.8
 """Part of the target for gaps that a step with a chunk is planned to take; the engine allows a little more."""
 LEAST_SHARE = 0.25
@@ -56,6 +57,8 @@ class Job:
     work: Work
     seconds: float
     """By the worker's cost model when it was sent."""
+    longest_step_s: float = inf
+    """Of the steps on it, if it is in time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +77,8 @@ class PrefillWorker:
     recent: Recent = field(default_factory=Recent)
     _sampled_from_s: float = 0.0
     _sample: Work = field(default_factory=Work)
+    _sample_s: float = 0.0
+    """By the cost model."""
 
     @property
     def order(self) -> tuple[bool, float, int]:
@@ -99,30 +104,32 @@ class PrefillWorker:
         self.since_s = now_s
         if not computed:
             # How much of it was computed is unknown.
-            self._sampled_from_s, self._sample = now_s, Work()
+            self._sampled_from_s, self._sample, self._sample_s = now_s, Work(), 0.0
             return None
         self._sample += job.work
-        if self.jobs and self._sample.requests < SAMPLE_REQUESTS:
+        self._sample_s += job.seconds
+        if self.jobs and self._sample_s < SAMPLE_TIMES * max(other.seconds for other in self.jobs.values()):
             return None
         sample = (self._sample, now_s - self._sampled_from_s)
-        self._sampled_from_s, self._sample = now_s, Work()
+        self._sampled_from_s, self._sample, self._sample_s = now_s, Work(), 0.0
         return sample
 
     def queue_for(self, urgency: Urgency, now_s: float) -> "Ahead":
         """What would be computed before a new request of this urgency."""
-        seconds, tokens, count, later = 0.0, 0, 0, False
+        seconds, tokens, count, later_step_s = 0.0, 0, 0, 0.0
         for job in self.jobs.values():
             if job.urgency <= urgency:
                 seconds += job.seconds
                 tokens += job.work.tokens
                 count += 1
             else:
-                later = True
+                later_step_s = max(later_step_s, job.longest_step_s)
         if seconds:
             seconds = max(0.0, seconds - (now_s - self.since_s))
-        elif later:
+        elif later_step_s:
             # The chunk that is being computed.
-            seconds = max(0.0, min(self.work_s, self.costs.prefill_s(self.facts.max_num_batched_tokens)))
+            chunk_s = self.costs.prefill_s(self.facts.max_num_batched_tokens)
+            seconds = max(0.0, min(self.work_s, chunk_s, later_step_s))
         return Ahead(seconds, tokens, count)
 
     def may_end(self, within_s: float, now_s: float) -> bool:
@@ -167,7 +174,7 @@ class DecodeWorker:
     """Those whose prompt is computed, or is computed here."""
     local_prefills: int = 0
     """Prompts computed here because prefill workers are busy, that have no token yet."""
-    itl_s: float = float("inf")
+    itl_s: float = inf
     """The strictest target of those it carries."""
     listed: tuple[int, int, float, int] = (0, 0, 0.0, 0)
     _last_step_s: float = 0.0
@@ -219,7 +226,7 @@ class DecodeWorker:
         longest_s = min(itl_s, self.itl_s) * STEP_PART
         share_s = longest_s - self.costs.step_s
         if share_s < LEAST_SHARE * longest_s:
-            return float("inf")
+            return inf
         return ceil(prefill_s / share_s) * longest_s
 
     def report(self, blocks_used: int, blocks_total: int) -> None:

@@ -1,22 +1,30 @@
 """Who gets the tokens of a step."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill.chunk_order import (
+    HOLD_UP,
     MIN_CHUNK_TOKENS,
     PATIENCE,
     Prefill,
     by_urgency,
     effective_deadline_s,
+    held_up_s,
     owed_a_share,
     share_out,
+    step_s,
 )
 
 TOKEN_S = 0.001
+
+
+def takes_s(num_tokens: int, _before: int) -> float:
+    return num_tokens * TOKEN_S
 
 
 def prompt(
@@ -33,8 +41,8 @@ def prompt(
 
 
 def shares(prefills: list[Prefill], now_s: float, budget: int = 512, fill: int = 0) -> dict[str, int]:
-    ranked = by_urgency(prefills, now_s, TOKEN_S)
-    return share_out(ranked, budget, fill, owed_a_share(ranked, now_s, TOKEN_S))
+    ranked = by_urgency(prefills, now_s, takes_s)
+    return share_out(ranked, budget, fill, owed_a_share(ranked, now_s, takes_s))
 
 
 def test_a_long_prompt_steps_aside_for_a_short_one_with_an_earlier_deadline() -> None:
@@ -53,27 +61,46 @@ def test_the_most_urgent_prompt_gets_the_whole_budget_if_it_can_use_it() -> None
     assert shares([prompt("long", 3000, ttft_s=1.0), prompt("short", 100, ttft_s=9.0)], 0.0) == {"long": 512}
 
 
+def test_who_has_time_is_worked_on_in_short_steps_for_those_who_may_come() -> None:
+    report = replace(prompt("report", 3000, ttft_s=8.0), longest_step_s=0.5)
+    chat = prompt("chat", 100, arrival_s=0.2)
+    assert step_s([report], 0.0, takes_s) == 0.5
+    assert step_s([report, chat], 4.0, takes_s) == 0.5
+    assert step_s([report], 4.5, takes_s) == inf, "short steps would make it late"
+    assert step_s([replace(report, tokens_left=100)], 7.0, takes_s) == 0.5
+    assert step_s([chat, report], 0.2, takes_s) == inf, "nobody is stricter"
+
+
+def test_others_ride_along_only_as_far_as_all_who_can_be_in_time_still_are() -> None:
+    chats = [prompt(f"chat-{n}", 100, ttft_s=1.0) for n in range(3)]
+    report = prompt("report", 3000, ttft_s=8.0)
+    assert held_up_s(chats[:1], 0.5, takes_s) == pytest.approx(HOLD_UP * 0.4)
+    assert held_up_s([*chats, report], 0.5, takes_s) == pytest.approx(HOLD_UP * 0.2), "the last chat ends at 0.8"
+    assert held_up_s([*chats, report], 0.75, takes_s) == pytest.approx(HOLD_UP * 0.05), "the last one is late anyway"
+    assert held_up_s(chats, 2.0, takes_s) == inf, "nobody can be in time"
+
+
 def test_priority_goes_before_deadline() -> None:
     first = prompt("first", 100, ttft_s=50.0, priority=-1)
     second = prompt("second", 100, ttft_s=1.0)
-    assert [p.request_id for p in by_urgency([second, first], 0.0, TOKEN_S)] == ["first", "second"]
+    assert [p.request_id for p in by_urgency([second, first], 0.0, takes_s)] == ["first", "second"]
 
 
 def test_who_holds_blocks_in_the_queue_goes_before_everybody() -> None:
     holder = replace(prompt("holder", 100, ttft_s=50.0, priority=5), ahead=True)
-    assert by_urgency([prompt("other", 100, priority=-5), holder], 0.0, TOKEN_S)[0] is holder
+    assert by_urgency([prompt("other", 100, priority=-5), holder], 0.0, takes_s)[0] is holder
 
 
 def test_a_deadline_that_cannot_be_met_makes_nobody_else_late() -> None:
     hopeless = prompt("hopeless", 9000, ttft_s=3.0)
     short = prompt("short", 100, arrival_s=2.0)
-    assert by_urgency([hopeless, short], 2.0, TOKEN_S)[0] is short
+    assert by_urgency([hopeless, short], 2.0, takes_s)[0] is short
 
 
 def test_a_deadline_slips_only_so_far() -> None:
     late = prompt("late", 1000, ttft_s=0.5)
-    assert effective_deadline_s(late, 2.0, TOKEN_S) == 3.0
-    assert effective_deadline_s(late, 100.0, TOKEN_S) == PATIENCE * 1.0
+    assert effective_deadline_s(late, 2.0, takes_s) == 3.0
+    assert effective_deadline_s(late, 100.0, takes_s) == PATIENCE * 1.0
 
 
 def test_a_prompt_that_waited_too_long_keeps_a_share_against_any_priority() -> None:
@@ -130,7 +157,7 @@ def test_the_budget_is_kept_and_never_idle_while_somebody_could_use_it(
 def test_the_order_depends_on_the_prompts_alone(prefills: list[Prefill], random: object, now_s: float) -> None:
     shuffled = list(prefills)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert by_urgency(shuffled, now_s, TOKEN_S) == by_urgency(prefills, now_s, TOKEN_S)
+    assert by_urgency(shuffled, now_s, takes_s) == by_urgency(prefills, now_s, takes_s)
     assert shares(shuffled, now_s) == shares(prefills, now_s)
 
 
@@ -139,7 +166,7 @@ def test_the_order_depends_on_the_prompts_alone(prefills: list[Prefill], random:
 def test_the_most_urgent_prompt_always_gets_something(prefills: list[Prefill], now_s: float, budget: int) -> None:
     certain = [replace(p, certain=True) for p in prefills]
     if certain:
-        assert by_urgency(certain, now_s, TOKEN_S)[0].request_id in shares(certain, now_s, budget)
+        assert by_urgency(certain, now_s, takes_s)[0].request_id in shares(certain, now_s, budget)
 
 
 def finish_s(victim: Prefill, newcomer_tokens: int, newcomer_priority: int, fill: int) -> float:

@@ -20,7 +20,8 @@ from cluster.host import vllm_engine
 from kvtransfer.connector.step_orders import ClosedRequest
 from kvtransfer.vllm_connector import RankReport
 from prefill import vllm_chunk_scheduler
-from prefill.step_budget import MIN_PREFILL_TOKENS, StepCost
+from prefill.step_budget import MIN_PREFILL_TOKENS
+from prefill.step_cost import StepCost
 from prefill.vllm_chunk_scheduler import DOUBTED_STEPS, AsyncChunkScheduler, ChunkScheduler
 from tests.unit.prefill.vllm_fake_engine import BLOCK, BUDGET, FakeEngine, make_config
 
@@ -49,6 +50,7 @@ def start(tmp_path: Path) -> Start:
         config = make_config(tmp_path, **scheduling)
         engine = FakeEngine.start(config, asynchronous=asynchronous, num_blocks=num_blocks)
         engine.scheduler._costs._cost = COST
+        engine.scheduler._costs._overrun = 1.0
         engine.scheduler._costs.observe = lambda *_: None  # type: ignore[method-assign]
         return engine
 
@@ -106,7 +108,7 @@ def test_two_steps_in_flight_do_not_disturb_the_order(start: Start) -> None:
     engine.answer(third)
     engine.run()
     assert engine.tokens == {"long": 3, "short": 3}
-    assert not engine.scheduler._started_s
+    assert not engine.scheduler._begun
 
 
 def test_a_prompt_that_stepped_aside_can_be_aborted(start: Start, asynchronous: bool) -> None:
@@ -202,7 +204,7 @@ def test_a_prompt_that_is_cached_takes_no_more_of_a_step_than_it_needs(start: St
     engine.scheduler._costs._cost = StepCost(fixed_s=1.0, prefill_token_s=0.001, decode_token_s=0.001)
     engine.add("long", 3000, ttft_s=30.0)
     engine.step()
-    engine.add("again", 1601, ttft_s=1.0, prompt=[*words, 1, 2, 3])
+    engine.add("again", 1601, ttft_s=9.0, prompt=[*words, 1, 2, 3])
     assert engine.step() == {"again": 3, "long": BUDGET - 3}
 
 
@@ -219,6 +221,16 @@ def test_prompt_tokens_beside_decodes_fit_into_the_target(start: Start, asynchro
     engine.abort("strict")
     engine.abort("chat")
     assert engine.step() == {"long": BUDGET}
+
+
+def test_a_prompt_that_has_time_leaves_room_for_stricter_ones(start: Start) -> None:
+    engine = start()
+    engine.add("report", 1000, urgency={"ttft_left_s": 30.0, "longest_step_s": 0.16})
+    # 160 ms less 10 for the step.
+    assert engine.step() == {"report": 150}
+    engine.add("chat", 100, ttft_s=1.0)
+    assert engine.step() == {"chat": 100}
+    assert engine.step() == {"report": 150}
 
 
 def test_the_bound_holds_in_order_of_arrival_too(start: Start) -> None:
@@ -320,17 +332,24 @@ def test_nonsense_about_urgency_is_ignored(start: Start, caplog: pytest.LogCaptu
     caplog.set_level("WARNING", logger="twinpool.prefill")  # something that vLLM imports raises the root's level
     engine = start()
     for at, nonsense in enumerate(
-        ["soon", {"ttft_left_s": "soon"}, {"priority": 1.5}, {"itl_s": -1}, {"ttft_left_s": float("nan")}]
+        [
+            "soon",
+            {"ttft_left_s": "soon"},
+            {"priority": 1.5},
+            {"itl_s": -1},
+            {"longest_step_s": 0},
+            {"ttft_left_s": float("nan")},
+        ]
     ):
         engine.add(f"odd-{at}", 50, urgency=nonsense)
     engine.run()
-    assert sum(engine.tokens.values()) == 5
-    assert caplog.text.count("urgency_ignored") == 5
+    assert sum(engine.tokens.values()) == 6
+    assert caplog.text.count("urgency_ignored") == 6
 
 
 def test_steps_are_measured_from_where_they_begin(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(asynchronous=True)
-    seen: list[tuple[int, int, float]] = []
+    seen: list[tuple[int, int, float, float]] = []
     monkeypatch.setattr(engine.scheduler._costs, "observe", lambda *step: seen.append(step))
     engine.add("a", 700)
     clock = iter([10.0, 11.0, 12.0, 15.0])
@@ -338,7 +357,7 @@ def test_steps_are_measured_from_where_they_begin(start: Start, monkeypatch: pyt
     first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
     engine.answer(first)
     engine.answer(second)
-    assert seen == [(512, 0, 2.0), (188, 0, 3.0)]
+    assert seen == [(512, 0, 2.0, 512 * 256), (188, 0, 3.0, 188 * (512 + 94))]
 
 
 def test_engines_get_the_class_that_suits_how_vllm_schedules() -> None:

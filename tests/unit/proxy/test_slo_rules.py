@@ -1,6 +1,7 @@
 """The class of a request: the header's, else the key's, else the model's, else the default."""
 
 import hashlib
+from math import inf
 from typing import Any
 
 import pytest
@@ -27,11 +28,15 @@ def class_of(**said: str) -> str:
 
 def test_what_a_class_leaves_out_is_as_in_the_default() -> None:
     assert dict(RULES.classes) == {
-        "default": SloClass("default", 2.0, 0.05, "demote"),
+        "default": SloClass("default", 2.0, 0.05, "demote", longest_step_s=0.25),
         "gold": SloClass("gold", 0.5, 0.05, "reject"),
-        "batch": SloClass("batch", 2.0, 1.0, "demote"),
-        "chat": SloClass("chat", 2.0, 0.05, "demote"),
+        "batch": SloClass("batch", 2.0, 1.0, "demote", longest_step_s=0.25),
+        "chat": SloClass("chat", 2.0, 0.05, "demote", longest_step_s=0.25),
     }
+
+
+def test_one_class_alone_yields_to_nobody() -> None:
+    assert SloRules(SloConfig()).classes["default"].longest_step_s == inf
 
 
 @pytest.mark.parametrize(

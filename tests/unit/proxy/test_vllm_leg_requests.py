@@ -1,6 +1,7 @@
 """The legs' requests: valid by themselves on the wire, and never a change to the client's own."""
 
 import itertools
+from math import inf
 from typing import Any
 
 import msgspec
@@ -206,6 +207,13 @@ def test_every_leg_tells_its_engine_how_urgent_it_is() -> None:
 def test_a_deadline_counts_from_the_arrival_at_the_proxy() -> None:
     standing = Standing(SloClass(ttft_s=3.0, itl_s=0.1), priority=1)
     assert urgency_of(standing, arrived_s=10.0, now_s=14.5) == Urgency(-1.5, 1, 0.1)
+
+
+def test_an_engine_is_told_how_long_its_steps_may_be_for_stricter_classes() -> None:
+    standing = Standing(SloClass(ttft_s=8.0, longest_step_s=0.5))
+    said = urgency_of(standing, arrived_s=10.0, now_s=12.0).extra_args()
+    assert read_urgency(said, arrival_s=100.0, priority=0).longest_step_s == 0.5
+    assert read_urgency(URGENCY.extra_args(), arrival_s=100.0, priority=0).longest_step_s == inf
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "twinpool"])

@@ -1,6 +1,7 @@
 import json
 import random
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lab.simulator.costs import PlannedCosts, Pools
 from lab.simulator.sweep import front, point_of, splits
 from lab.simulator.workers import PrefillWorker, PrefixCaches, Request
 from lab.traces.trace import TraceRequest, block_hit_rate
+from proxy.scheduling.slo import SloClass, Standing
 from proxy.scheduling.view import RequestShape
 
 LLAMA_70B = Asked(MODELS["llama-3.1-70b"], GPUS["h100"], 16, Workload(8000, 300, 2, 0.05))
@@ -54,15 +56,48 @@ def test_short_prompts_in_one_step_do_not_attend_to_each_other() -> None:
     steps = Steps(LLAMA_70B.model, LLAMA_70B.gpu, 4, efficiency=EXPECTED)
     env, shape = simpy.Environment(), RequestShape(500, 1, first_token_mode=True)
     worker = PrefillWorker(env, "prefill-0", steps, 8192, lambda *_: None)
-    for number in range(16):
+    for number in range(3):
         worker.submit(Request(str(number), "w", shape, 1, (), 0, 0.0), 0, demoted=False)
     env.run(until=10)
-    attention = 16 * LLAMA_70B.model.attention_flop(500) / LLAMA_70B.model.attention_flop(8000)
-    assert attention == pytest.approx(1 / 16)
-    together = steps.step_s(0, 0, 8000) - worker.busy_s
-    reading = 3750 * steps.kv_bytes_per_token / (LLAMA_70B.gpu.memory_bytes_per_s * EXPECTED.memory)
-    peak = LLAMA_70B.gpu.flop_per_s(2) * 4 * EXPECTED.of_compute(8000)
-    assert together == pytest.approx(LLAMA_70B.model.attention_flop(8000) / peak * 15 / 16 + reading)
+    attention = 3 * LLAMA_70B.model.attention_flop(500) / LLAMA_70B.model.attention_flop(1500)
+    assert attention == pytest.approx(1 / 3)
+    together = steps.step_s(0, 0, 1500) - worker.busy_s
+    reading = 500 * steps.kv_bytes_per_token / (LLAMA_70B.gpu.memory_bytes_per_s * EXPECTED.memory)
+    peak = LLAMA_70B.gpu.flop_per_s(2) * 4 * EXPECTED.of_compute(1500)
+    assert together == pytest.approx(LLAMA_70B.model.attention_flop(1500) / peak * 2 / 3 + reading)
+
+
+def test_a_short_prompt_does_not_wait_for_all_the_others_that_would_fit_into_its_step() -> None:
+    steps = Steps(LLAMA_70B.model, LLAMA_70B.gpu, 4, efficiency=EXPECTED)
+    env, done = simpy.Environment(), dict[str, float]()
+    worker = PrefillWorker(env, "prefill-0", steps, 8192, lambda request, _: done.update({request.work: env.now}))
+    for name, tokens, ttft_s in (("long", 30_000, 9.0), ("short", 100, 1.0)):
+        shape = RequestShape(tokens, 1, True, standing=Standing(SloClass(ttft_s=ttft_s)))
+        worker.submit(Request(name, name, shape, 1, (), 0, 0.0), 0, demoted=False)
+    env.run(until=10)
+    assert done["short"] < 0.5 * steps.step_s(0, 0, 8192)
+
+
+def test_a_long_prompt_that_has_time_is_computed_in_steps_that_a_strict_one_can_wait_for() -> None:
+    steps = Steps(LLAMA_70B.model, LLAMA_70B.gpu, 4, efficiency=EXPECTED)
+
+    def short_waits_s(longest_step_s: float) -> float:
+        env, done = simpy.Environment(), dict[str, float]()
+        worker = PrefillWorker(env, "prefill-0", steps, 8192, lambda request, _: done.update({request.work: env.now}))
+        slo = SloClass(ttft_s=9.0, longest_step_s=longest_step_s)
+        worker.submit(
+            Request("long", "long", RequestShape(30_000, 1, True, standing=Standing(slo)), 1, (), 0, 0.0),
+            0,
+            demoted=False,
+        )
+        env.run(until=0.01)
+        strict = RequestShape(100, 1, True, standing=Standing(SloClass(ttft_s=0.5)))
+        worker.submit(Request("short", "short", strict, 1, (), 0, 0.0), 0, demoted=False)
+        env.run(until=10)
+        assert done["long"] < 9.0
+        return done["short"]
+
+    assert short_waits_s(0.2) < 0.5 < short_waits_s(inf)
 
 
 def test_goodput_breaks_down_about_where_the_plan_says() -> None:

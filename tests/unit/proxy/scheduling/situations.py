@@ -1,6 +1,7 @@
 """Workers and requests for tests of scheduling: `p…` are prefill workers, `d…` decode workers."""
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any
 
 from proxy.scheduling.place import Decision, Placement, Policy
@@ -34,6 +35,7 @@ def shape(num_prompt_tokens: int = 500, max_tokens: int = 16, **changes: Any) ->
             changes.pop("ttft_s", 3.0),
             changes.pop("itl_s", 0.1),
             changes.pop("on_overload", "queue"),
+            changes.pop("longest_step_s", inf),
         ),
         priority=changes.pop("priority", 0),
         tenant=changes.pop("tenant", ""),

@@ -2,14 +2,16 @@
 
 import random
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 import pytest
 
 from proxy.scheduling.capacity.costs import CostModel
+from proxy.scheduling.place import Local, Remote
 from proxy.scheduling.slo import OverloadPolicy
 from tests.unit.proxy.scheduling.simulation import CHUNK, Request, Simulation, poisson
-from tests.unit.proxy.scheduling.situations import scheduler, shape
+from tests.unit.proxy.scheduling.situations import first_place, scheduler, shape
 
 
 def costs() -> CostModel:
@@ -61,6 +63,18 @@ def goodput(overload: OverloadPolicy, load: float, seconds: float = 40.0) -> tup
     assert simulation.scheduler.num_waiting == 0
     assert simulation.scheduler.books.held == {}
     return sum(request.in_time for request in requests) / seconds, simulation, requests
+
+
+@pytest.mark.parametrize(("longest_step_s", "in_time"), [(0.2, True), (inf, False)])
+def test_whether_a_strict_request_is_in_time_depends_on_the_steps_of_the_long_prompt_before_it(
+    longest_step_s: float, in_time: bool
+) -> None:
+    pools = scheduler("p0", "d0")
+    busy = Remote("p0", "d0", "remote")
+    assert first_place(pools, shape(3000, ttft_s=30.0, longest_step_s=longest_step_s), "report") == busy
+    # A step of a whole chunk takes half a second.
+    chat = first_place(pools, shape(100, ttft_s=0.4), "chat", 0.01)
+    assert chat == (busy if in_time else Local("d0", "prefill_late"))
 
 
 @pytest.mark.parametrize("overload", ["reject", "demote"])
