@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.layout import Region
+from kvtransfer.region_runs import Regions
 
 Addresses = NDArray[np.uint64]
 
@@ -36,41 +37,37 @@ def plan_copy(
             f"A copy needs as many sources as targets: {len(source_ids)} blocks to {len(target_ids)}, "
             f"{len(sources)} regions to {len(targets)}."
         )
-    lengths = _run_lengths(len(source_ids), sources)
-    return _merged(_run_addresses(source_ids, sources), _run_addresses(target_ids, targets), lengths)
+    there, here = Regions.of(sources), Regions.of(targets)
+    lengths = _run_lengths(len(source_ids), there)
+    return _merged(_run_addresses(source_ids, there), _run_addresses(target_ids, here), lengths)
 
 
 def plan_gather(block_ids: Sequence[int], regions: Sequence[Region], buffer_address: int) -> CopyPlan:
     """Copy the blocks into one buffer, region by region, block by block and run by run, without gaps."""
-    lengths = _run_lengths(len(block_ids), regions)
-    return _merged(_run_addresses(block_ids, regions), _packed_addresses(buffer_address, lengths), lengths)
+    ours = Regions.of(regions)
+    lengths = _run_lengths(len(block_ids), ours)
+    return _merged(_run_addresses(block_ids, ours), _packed_addresses(buffer_address, lengths), lengths)
 
 
 def plan_scatter(block_ids: Sequence[int], regions: Sequence[Region], buffer_address: int) -> CopyPlan:
     """The reverse of `plan_gather`."""
-    lengths = _run_lengths(len(block_ids), regions)
-    return _merged(_packed_addresses(buffer_address, lengths), _run_addresses(block_ids, regions), lengths)
+    ours = Regions.of(regions)
+    lengths = _run_lengths(len(block_ids), ours)
+    return _merged(_packed_addresses(buffer_address, lengths), _run_addresses(block_ids, ours), lengths)
 
 
 def payload_bytes(num_blocks: int, regions: Sequence[Region]) -> int:
     """Size of the buffer that `plan_gather` fills."""
-    return num_blocks * sum(region.bytes_per_block for region in regions)
+    return num_blocks * Regions.of(regions).bytes_per_block
 
 
-def _run_lengths(num_blocks: int, regions: Sequence[Region]) -> Addresses:
-    run_bytes = np.array([region.run_bytes for region in regions], dtype=np.uint64)  # [region]
-    return np.repeat(run_bytes, [num_blocks * len(region.run_offsets) for region in regions])
+def _run_lengths(num_blocks: int, regions: Regions) -> Addresses:
+    return np.repeat(regions.run_bytes, num_blocks * regions.runs_per_block)
 
 
-def _run_addresses(block_ids: Sequence[int], regions: Sequence[Region]) -> Addresses:
+def _run_addresses(block_ids: Sequence[int], regions: Regions) -> Addresses:
     """[region, block, run], flat."""
-    ids = np.asarray(block_ids, dtype=np.uint64)  # [block]
-    if any(region.units_per_block > 1 or len(region.run_offsets) > 1 for region in regions):
-        return np.concatenate([region.addresses(ids).ravel() for region in regions])
-    bases = np.array([region.base_address for region in regions], dtype=np.uint64)  # [region]
-    bases += np.array([region.run_offsets[0] for region in regions], dtype=np.uint64)
-    strides = np.array([region.block_stride_bytes for region in regions], dtype=np.uint64)  # [region]
-    return (bases[:, None] + strides[:, None] * ids[None, :]).ravel()
+    return regions.run_addresses(np.asarray(block_ids, dtype=np.uint64))
 
 
 def _packed_addresses(buffer_address: int, lengths: Addresses) -> Addresses:

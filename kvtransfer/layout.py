@@ -67,11 +67,6 @@ class Region:
         return np.array(self.run_offsets, dtype=np.uint64) + np.uint64(self.base_address)
 
 
-def regions_in(layers: Sequence[Sequence[Region]], first_layer: int, num_layers: int) -> tuple[Region, ...]:
-    """Those of some consecutive layers, in one row."""
-    return tuple(itertools.chain.from_iterable(layers[first_layer : first_layer + num_layers]))
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """What shapes and strides cannot tell."""

@@ -67,7 +67,7 @@ class HostReports:
         """What `RankEndpoint.stats` tells."""
         self._next_stats_s = 0.0
         if settings.report_to:
-            self.socket = open_socket(context, zmq.DEALER, settings)
+            self.socket = open_socket(context, zmq.DEALER, settings, settings.report_to)
             self.socket.sndhwm = 1000  # a host that reads nothing loses reports, not our memory
             call_with_key(self.socket, settings.report_to, key)
             self.socket.connect(settings.report_to)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from kvtransfer.copy_plan import payload_bytes
 from kvtransfer.endpoint.copy_threads import Copier, CopyThreads
 from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.frames import BadFrame, encode, from_exporter, from_importer
@@ -26,6 +27,7 @@ from kvtransfer.host_messages import RankStats
 from kvtransfer.layout import CacheMap, Region
 from kvtransfer.links.host_memory import why_unreadable
 from kvtransfer.links.zmq_frames import BlockMemory, HostMemory, keep_freed_messages
+from kvtransfer.links.zmq_in_place import FrameInPlace
 from kvtransfer.messages import Blocks, Fetch
 from kvtransfer.transfers.export import ClosedExport
 from kvtransfer.transfers.imports import ClosedImport, Piece
@@ -75,7 +77,7 @@ class EndpointLoop:
             keep_freed_messages()
         self.exporter = Exporter(settings, cache, identity)
         self._largest_payload = max(settings.chunk_bytes, *cache.layout.layer_bytes)
-        self._blocks: BlockMemory = gpu.memory if gpu else HostMemory(self._largest_payload)
+        self._blocks: BlockMemory = gpu.memory if gpu else HostMemory()
         self.importer = Importer(settings, cache, identity, _LocalMemory(self._blocks))
         self._gpu = gpu
         self._settings = settings
@@ -94,7 +96,7 @@ class EndpointLoop:
         self._peers: dict[PeerKey, PeerSocket] = {}
         self._pidfds: dict[int, str] = {}  # process descriptor of an importer -> its epoch
         self._copier: Copier = gpu or CopyThreads(f"kv-copy-{settings.rank}", self.wakeup.set)
-        open_memory = gpu.open_memory if gpu else lambda: HostMemory(settings.chunk_bytes)
+        open_memory = gpu.open_memory if gpu else HostMemory
         self._checker = CheckThread(
             f"kv-check-{settings.rank}", open_memory, settings.chunk_bytes, on_result=self.wakeup.set
         )
@@ -279,9 +281,11 @@ class EndpointLoop:
     def _send_blocks(self, importer: bytes, fetch: Fetch) -> None:
         """The engine may preempt the prefill meanwhile: the importer trusts nothing before `Done` confirms it."""
         regions = self.exporter.regions(importer, fetch)
-        payload = self._blocks.gather(fetch.block_ids, regions)
-        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, len(payload)))
-        self._router.send_multipart([importer, header, payload])
+        payload = FrameInPlace(payload_bytes(len(fetch.block_ids), regions))
+        self._blocks.gather_into(payload.array, fetch.block_ids, regions)
+        header = encode(Blocks(fetch.transfer_id, fetch.fetch_id, payload.array.nbytes))
+        self._router.send_multipart([importer, header], zmq.SNDMORE)
+        payload.send(self._router)
 
     def _flush(self) -> None:
         """Carry out what was decided, in the order in which it was."""

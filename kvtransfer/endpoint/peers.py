@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 from kvtransfer.endpoint.frames import BadFrame
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of, regions_in
+from kvtransfer.layout import CacheLayout, CacheMap, Region, region_of
 from kvtransfer.links.negotiation import READING_LINKS, LinkSide, unusable_links
 from kvtransfer.messages import Hello, MemoryRegion, SharedAllocation, Welcome
+from kvtransfer.region_runs import LayerRegions, Regions
 from kvtransfer.resharding.forms import CacheForm
 from kvtransfer.resharding.shares import NotShareable, Share, Units, share
 from kvtransfer.transfers.fetch_turns import FetchTurns
@@ -62,18 +63,18 @@ class ImporterPeer:
 
     epoch: str
     link: str
-    layers: tuple[tuple[Region, ...], ...]
-    """Per layer, what of our cache it shares."""
+    layers: LayerRegions
+    """What of our cache it shares."""
     units_per_block: int
     """Of our blocks, in what it asks for."""
 
     @property
     def largest_layer_bytes(self) -> int:
         """Of one block, or unit: no smaller fetch is possible."""
-        return _largest(self.layers)
+        return self.layers.largest_bytes
 
-    def regions(self, first_layer: int, num_layers: int) -> tuple[Region, ...]:
-        return regions_in(self.layers, first_layer, num_layers)
+    def regions(self, first_layer: int, num_layers: int) -> Regions:
+        return self.layers.run(first_layer, num_layers)
 
     def blocks_of(self, units: Iterable[int]) -> list[int]:
         """Our blocks in which these lie."""
@@ -104,9 +105,9 @@ class ExporterPeer:
     why: str = ""
     refusal: str = ""
     pid: int = 0
-    layers: tuple[tuple[Region, ...], ...] = ()
-    """Per layer, where this process reads what the exporter shares with us; only for links that read memory."""
-    targets: tuple[tuple[Region, ...], ...] = ()
+    layers: LayerRegions = field(default_factory=LayerRegions)
+    """Where this process reads what the exporter shares with us; only for links that read memory."""
+    targets: LayerRegions = field(default_factory=LayerRegions)
     """The same in our cache, on any link."""
     units: Units | None = None
     """How its transfers are counted; None until it is welcomed."""
@@ -121,17 +122,17 @@ class ExporterPeer:
     fetches: dict[int, tuple[Import, Piece, float]] = field(default_factory=dict)  # and when each was sent
     last_blocks_s: float = 0.0
 
-    def regions(self, piece: Piece) -> tuple[Region, ...]:
-        return regions_in(self.layers, piece.first_layer, piece.num_layers)
+    def regions(self, piece: Piece) -> Regions:
+        return self.layers.run(piece.first_layer, piece.num_layers)
 
     @property
     def largest_layer_bytes(self) -> int:
         """Of one block, or unit: no smaller fetch is possible."""
-        return _largest(self.targets)
+        return self.targets.largest_bytes
 
-    def target_regions(self, piece: Piece) -> tuple[Region, ...]:
+    def target_regions(self, piece: Piece) -> Regions:
         """Ours, in the same order."""
-        return regions_in(self.targets, piece.first_layer, piece.num_layers)
+        return self.targets.run(piece.first_layer, piece.num_layers)
 
     def has_block(self, block_id: int) -> bool:
         return block_id >= 0 and (self.num_blocks is None or block_id < self.num_blocks)
@@ -144,8 +145,9 @@ class ExporterPeer:
             raise NotShareable(f"rank {welcome.rank} has other heads than rank {rank}, and they cannot be told apart")
         self.rank, self.tp_size = welcome.rank, welcome.form.tp_size if welcome.form else 0
         self.units = common.units if common else Units(layout.block_size, layout.layer_bytes)
-        self.targets = cache.cut(common.importer) if common else cache.layers
-        self.layers = regions_of(welcome.regions, common or layout) if welcome.link in READING_LINKS else ()
+        self.targets = LayerRegions(cache.cut(common.importer) if common else cache.layers)
+        is_read = welcome.link in READING_LINKS
+        self.layers = LayerRegions(regions_of(welcome.regions, common or layout) if is_read else ())
         self.num_blocks = welcome.regions[0].num_blocks if welcome.regions else None
 
     def forget_fetches(self, reader: Import, before_attempt: int | None = None) -> None:
@@ -173,7 +175,7 @@ def next_piece(
 def importer_peer(hello: Hello, link: str, cache: CacheMap, our_rank: int) -> ImporterPeer:
     """What an importer gets of our cache. Raises NotShareable."""
     common = _share(cache.layout.form, our_rank, hello.form, hello.rank)
-    layers = cache.cut(common.exporter) if common else cache.layers
+    layers = LayerRegions(cache.cut(common.exporter) if common else cache.layers)
     return ImporterPeer(hello.epoch, link, layers, common.units.exporter_per_block if common else 1)
 
 
@@ -182,10 +184,6 @@ def _share(
 ) -> Share | None:
     """None where a cache cannot be cut: the two are equal then, and share everything."""
     return share(exporter, exporter_rank, importer, importer_rank) if exporter and importer else None
-
-
-def _largest(layers: tuple[tuple[Region, ...], ...]) -> int:
-    return max((sum(region.bytes_per_block for region in layer) for layer in layers), default=0)
 
 
 def regions_of(regions: list[MemoryRegion], common: Share | CacheLayout) -> tuple[tuple[Region, ...], ...]:

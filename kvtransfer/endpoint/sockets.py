@@ -8,11 +8,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvtransfer.endpoint.frames import MAX_CONTROL_BYTES
 from kvtransfer.endpoint.settings import EndpointSettings
-from kvtransfer.trust.door import Door, call_with_key, is_network
+from kvtransfer.trust.door import Door, call_with_key, is_loopback, is_network
 from kvtransfer.trust.key import ClusterKey
 
 _MESSAGES_PER_TURN = 64
 """Per socket, so that a busy one does not starve the others."""
+
+
+_LOOPBACK_BUFFER_BYTES = 256 << 10
 
 
 class Wakeup:
@@ -38,8 +41,11 @@ class Wakeup:
             os.close(fd)
 
 
-def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, settings: EndpointSettings) -> zmq.Socket[bytes]:
-    """A socket that never lingers, notices dead peers and refuses frames that nobody should send.
+def open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, settings: EndpointSettings, address: str
+) -> zmq.Socket[bytes]:
+    """A socket for that address, neither bound nor connected yet. It never lingers, notices dead peers and refuses
+    frames that nobody should send.
 
     ZMQ cuts a connection that sends more than MAXMSGSIZE; frames between the protocol's own limits and that are
     dropped one by one and counted.
@@ -49,6 +55,11 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, settings: En
     socket.sndhwm = 0  # what is under way is bounded by credits and by the number of transfers
     socket.set(zmq.HEARTBEAT_IVL, int(settings.peer_heartbeat_s * 1000))
     socket.set(zmq.HEARTBEAT_TIMEOUT, int(settings.peer_lost_after_s * 1000))
+    if is_loopback(address):
+        # What waits between two processes of one machine should still lie in the processor's cache when it is read; on
+        # a network the kernel knows better how much must be under way.
+        socket.set(zmq.SNDBUF, _LOOPBACK_BUFFER_BYTES)
+        socket.set(zmq.RCVBUF, _LOOPBACK_BUFFER_BYTES)
     socket.set(zmq.RECONNECT_IVL, 100)
     socket.set(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
@@ -58,7 +69,7 @@ def bind_exporter(
     context: zmq.Context[zmq.Socket[bytes]], settings: EndpointSettings, key: ClusterKey | None
 ) -> tuple[zmq.Socket[bytes], str, Door]:
     """The ROUTER that importers connect to, its address, and its door. Raises OSError naming the address."""
-    socket = open_socket(context, zmq.ROUTER, settings)
+    socket = open_socket(context, zmq.ROUTER, settings, settings.bind)
     socket.set(zmq.MAXMSGSIZE, 2 * MAX_CONTROL_BYTES)
     door = Door(context, socket, key if is_network(settings.bind) else None)
     bind = f"{settings.bind}-{settings.rank}" if settings.bind.startswith("ipc://") else settings.bind
@@ -86,7 +97,7 @@ class PeerSocket:
         max_bytes: int,
         key: ClusterKey | None,
     ) -> None:
-        self.socket = open_socket(context, zmq.DEALER, settings)
+        self.socket = open_socket(context, zmq.DEALER, settings, address)
         self.socket.set(zmq.MAXMSGSIZE, 2 * max(max_bytes, MAX_CONTROL_BYTES))
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         call_with_key(self.socket, address, key)

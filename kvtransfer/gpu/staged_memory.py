@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.copy_plan import payload_bytes, plan_gather, plan_scatter
 from kvtransfer.gpu.copy_kernel import PieceCopier, wait_for
@@ -29,6 +30,10 @@ class StagedMemory:
         num_bytes = self._reserve(payload_bytes(len(block_ids), regions))
         wait_for(self._copier.copy(plan_gather(block_ids, regions, self._buffer.address)), _MOVE_WITHIN_S)
         return self._buffer.array.data[:num_bytes]
+
+    def gather_into(self, buffer: NDArray[np.uint8], block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        """Copy the blocks' bytes there, which takes all of `buffer`."""
+        buffer[:] = np.frombuffer(self.gather(block_ids, regions), dtype=np.uint8)
 
     def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
         """The reverse. Raises ValueError when the payload has not the size that these blocks take."""

@@ -1,8 +1,6 @@
-"""Link `zmq`: blocks gathered into one buffer per message at the exporter, scattered from it at the importer.
+"""Link `zmq`: blocks gathered into one message at the exporter, scattered from it at the importer.
 
 No cache block is ever referenced by a message, so ZMQ's own threads never read one that may since have been freed.
-One buffer serves all messages: it stays in the processor's cache, and copying it into the message is faster there than
-ZMQ's zero-copy path, which takes a message to another thread to give its buffer back.
 """
 
 import ctypes
@@ -59,6 +57,9 @@ class BlockMemory(Protocol):
     def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
         """The blocks' bytes, valid until the next call."""
 
+    def gather_into(self, buffer: NDArray[np.uint8], block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        """Copy the blocks' bytes there, which takes all of `buffer`."""
+
     def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
         """The reverse. Raises ValueError when the payload has not the size that these blocks take."""
 
@@ -71,15 +72,17 @@ class HostMemory:
 
     is_addressable = True
 
-    def __init__(self, num_bytes: int) -> None:
-        """`num_bytes`: as much as is usually gathered at once."""
-        self._scratch: NDArray[np.uint8] = np.empty(num_bytes, dtype=np.uint8)
+    def __init__(self) -> None:
+        self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
     def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
         num_bytes = payload_bytes(len(block_ids), regions)
         if num_bytes > self._scratch.nbytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return gather(block_ids, regions, self._scratch)
+
+    def gather_into(self, buffer: NDArray[np.uint8], block_ids: Sequence[int], regions: Sequence[Region]) -> None:
+        gather(block_ids, regions, buffer)
 
     def scatter(self, payload: memoryview, block_ids: Sequence[int], regions: Sequence[Region]) -> None:
         scatter(payload, block_ids, regions)

@@ -29,6 +29,7 @@ from kvtransfer.messages import (
     SharedAllocation,
     Welcome,
 )
+from kvtransfer.region_runs import LayerRegions
 from kvtransfer.resharding.shares import NotShareable
 from kvtransfer.transfers.imports import Import, Piece
 
@@ -184,7 +185,7 @@ class ExporterLinks:
         if reason:
             self._pass_over(now_s, peer, "cuda_ipc", reason)
         else:
-            peer.layers = layers
+            peer.layers = LayerRegions(layers)
             self._agreed(now_s, peer)
 
     # Communicators.
@@ -261,7 +262,7 @@ class ExporterLinks:
                 self._fail(reader, "transport", f"the link {link} failed: {reason}")
         peer.passed_over[link] = reason
         peer.link = peer.preparing = ""
-        peer.layers = ()
+        peer.layers = LayerRegions()
         if link == "nccl":
             self.nccl.pairs.forget(peer.key, reason)
         self.collect_nccl_messages()  # before the exporter hears of another link

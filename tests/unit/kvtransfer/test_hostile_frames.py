@@ -115,7 +115,7 @@ def test_no_frame_of_an_exporter_stops_the_importer(
     data: st.DataObject, pair: tuple[CacheMap, CacheMap], link: str
 ) -> None:
     theirs, ours = pair
-    importer = Importer(SETTINGS, ours, IDENTITY, _LocalMemory(HostMemory(4096)))
+    importer = Importer(SETTINGS, ours, IDENTITY, _LocalMemory(HostMemory()))
     importer.open(0.0, "t", [PEER], PROMPT_HASH, 12, False)
     importer.place(0.0, "t", 0, blocks_of(ours, 7, 8, 9))
 
@@ -138,7 +138,7 @@ def test_no_frame_of_an_exporter_stops_the_importer(
             importer.copied(CopyResult(job, 0.1, 1.0, kind, "for a test"))
         importer.outbox.clear()
         for check in importer.checks.jobs:
-            values = checksums(HostMemory(4096), check.block_ids, check.layers, 4096, lambda: False)
+            values = checksums(HostMemory(), check.block_ids, check.layers, 4096, lambda: False)
             importer.checks.computed(1.0, CheckResult(check, values))
         importer.checks.jobs.clear()
         importer.peers()
@@ -152,7 +152,7 @@ def test_no_frame_of_an_importer_stops_the_exporter(
     data: st.DataObject, pair: tuple[CacheMap, CacheMap], link: str
 ) -> None:
     ours, theirs = pair
-    memory, exporter, ids = HostMemory(4096), Exporter(SETTINGS, ours, IDENTITY), blocks_of(ours, 1, 2, 3)
+    memory, exporter, ids = HostMemory(), Exporter(SETTINGS, ours, IDENTITY), blocks_of(ours, 1, 2, 3)
     exporter.open(0.0, "t", PROMPT_HASH, 12)
     exporter.announce(0.0, "t", ids[:2], 8)
     exporter.open(0.0, "u", PROMPT_HASH, 12)

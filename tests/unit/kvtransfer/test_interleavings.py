@@ -19,9 +19,10 @@ from kvtransfer.endpoint.copy_threads import CopyJob, CopyResult
 from kvtransfer.endpoint.exporting.exporter import Exporter
 from kvtransfer.endpoint.importing.importer import Importer
 from kvtransfer.endpoint.peers import PeerKey, RankIdentity
-from kvtransfer.layout import Region, probe, regions_in
+from kvtransfer.layout import Region, probe
 from kvtransfer.links.zmq_frames import gather, scatter
 from kvtransfer.messages import Blocks, FromExporter, FromImporter
+from kvtransfer.region_runs import LayerRegions
 from kvtransfer.transfers.imports import Piece
 from tests.unit.kvtransfer.rank_pair import BLOCK_SIZE, FACTS, NUM_BLOCKS, NUM_LAYERS, PROMPT_HASH, Cluster, make_cache
 
@@ -130,7 +131,7 @@ class World:
         found = self.exporter.next_fetch()
         assert found
         fetch = found[1]
-        regions = regions_in(self.their_map.layers, fetch.first_layer, fetch.num_layers)
+        regions = LayerRegions(self.their_map.layers).run(fetch.first_layer, fetch.num_layers)
         payload = bytes(gather(fetch.block_ids, regions, np.empty(1 << 16, dtype=np.uint8)))
         if is_preempted_meanwhile:
             self.preempt()
@@ -168,7 +169,7 @@ class World:
 
     def read(self, job: CopyJob, first: int, end: int) -> None:
         piece = job.piece
-        targets = regions_in(self.our_map.layers, piece.first_layer, piece.num_layers)
+        targets = LayerRegions(self.our_map.layers).run(piece.first_layer, piece.num_layers)
         carry_out(plan_copy(piece.source_ids, piece.target_ids, job.sources[first:end], targets[first:end]))
 
     def lose_exporter(self) -> None:

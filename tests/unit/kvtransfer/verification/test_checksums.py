@@ -33,23 +33,23 @@ def test_a_checksum_covers_all_layers_of_a_block(shape: str, max_bytes: int) -> 
     layers = probe(cache, NUM_BLOCKS, FACTS).layers
     blocks = [5, 60, 6]
     expected = [zlib.crc32(b"".join(layer[block].tobytes() for layer in cache.values())) for block in blocks]
-    assert checksums(HostMemory(10), blocks, layers, max_bytes) == expected
+    assert checksums(HostMemory(), blocks, layers, max_bytes) == expected
 
 
 @pytest.mark.usefixtures("how")
 def test_every_byte_counts() -> None:
     cache = make_cache(0)
     layers = probe(cache, NUM_BLOCKS, FACTS).layers
-    before = checksums(HostMemory(10), [3, 4], layers, 1 << 20)
+    before = checksums(HostMemory(), [3, 4], layers, 1 << 20)
     for layer in cache.values():
         flat = layer[3].reshape(-1).view(np.uint8)
         for position in range(0, len(flat), 17):
             flat[position] ^= 1
-            changed = checksums(HostMemory(10), [3, 4], layers, 1 << 20)
+            changed = checksums(HostMemory(), [3, 4], layers, 1 << 20)
             assert changed[0] != before[0]
             assert changed[1] == before[1]
             flat[position] ^= 1
-    assert checksums(HostMemory(10), [3, 4], layers, 1 << 20) == before
+    assert checksums(HostMemory(), [3, 4], layers, 1 << 20) == before
 
 
 @pytest.mark.usefixtures("how")
@@ -79,22 +79,22 @@ def test_both_sides_of_a_pair_come_to_the_same_checksums(
             ids, (common.units.exporter_per_block, common.units.importer_per_block), strict=True
         )
     ]
-    there = checksums(HostMemory(10), units[0], exporter.map.cut(common.exporter), 5000)
-    here = checksums(HostMemory(10), units[1], importer.map.cut(common.importer), 3000)
+    there = checksums(HostMemory(), units[0], exporter.map.cut(common.exporter), 5000)
+    here = checksums(HostMemory(), units[1], importer.map.cut(common.importer), 3000)
     assert there == here
     assert len(set(there)) == len(there)
 
 
 def test_it_makes_no_difference_whether_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = RankCache(Model(total_heads=4, head_size=64), 0, 1, 16, "LHBNC").map.layers
-    gathered = checksums(HostMemory(10), [3, 1], layers, 1 << 16)
+    gathered = checksums(HostMemory(), [3, 1], layers, 1 << 16)
     monkeypatch.setattr("kvtransfer.verification.checksums._IN_PLACE_FROM_BYTES", 1)
-    assert checksums(HostMemory(10), [3, 1], layers, 1 << 16) == gathered
+    assert checksums(HostMemory(), [3, 1], layers, 1 << 16) == gathered
 
 
 def test_computing_can_be_interrupted() -> None:
     with pytest.raises(Interrupted):
-        checksums(HostMemory(10), [1, 2], cache_map().layers, 100, is_interrupted=lambda: True)
+        checksums(HostMemory(), [1, 2], cache_map().layers, 100, is_interrupted=lambda: True)
 
 
 class Memory(HostMemory):
@@ -103,7 +103,7 @@ class Memory(HostMemory):
     is_addressable = False
 
     def __init__(self) -> None:
-        super().__init__(10)
+        super().__init__()
         self.arrived, self.open = threading.Event(), threading.Event()
 
     def gather(self, block_ids: Sequence[int], regions: Sequence[Region]) -> memoryview:
@@ -118,7 +118,7 @@ def job(number: int) -> CheckJob:
 
 def test_the_thread_starts_with_its_first_job_and_keeps_their_order() -> None:
     before = threading.active_count()
-    thread = CheckThread("kv-check-test", lambda: HostMemory(10), 1000, lambda: None)
+    thread = CheckThread("kv-check-test", HostMemory, 1000, lambda: None)
     assert threading.active_count() == before
     for number in range(3):
         thread.submit(job(number))
@@ -129,7 +129,7 @@ def test_the_thread_starts_with_its_first_job_and_keeps_their_order() -> None:
 
 
 def test_a_thread_without_jobs_closes() -> None:
-    assert CheckThread("kv-check-test", lambda: HostMemory(10), 1000, lambda: None).close(1.0)
+    assert CheckThread("kv-check-test", HostMemory, 1000, lambda: None).close(1.0)
 
 
 def test_closing_interrupts_a_job() -> None:

@@ -28,7 +28,7 @@ class VerifyingWorld(World):
 
     def compute_checksums(self) -> None:
         job = self.checks.popleft()
-        memory = HostMemory(1 << 16)
+        memory = HostMemory()
         result = CheckResult(job, checksums(memory, job.block_ids, job.layers, 1 << 16))
         if job.importer is None:
             self.importer.checked(self.now_s, result)

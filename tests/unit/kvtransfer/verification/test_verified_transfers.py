@@ -164,7 +164,7 @@ class Gate(HostMemory):
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Gate]]:
     Gate.arrived, Gate.open = threading.Event(), threading.Event()
     checksums = check_thread.checksums
-    held = Gate(1)
+    held = Gate()
     monkeypatch.setattr(check_thread, "checksums", lambda memory, *rest: checksums(held, *rest))
     yield Gate
     Gate.open.set()
