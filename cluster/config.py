@@ -106,7 +106,7 @@ class TransferConfig(ConfigNode):
     lease_renew_s: float = Field(default=20.0, gt=0, description="How long a renewal holds the blocks.")
     peer_heartbeat_s: float = Field(default=1.0, gt=0, description="Heartbeat between ranks.")
     peer_lost_after_s: float = Field(default=5.0, gt=0, description="A silent rank counts as lost after this time.")
-    chunk_bytes: int = Field(default=4 << 20, ge=4096, le=64 << 20, description="Bytes of one message on link `zmq`.")
+    chunk_bytes: int = Field(default=5 << 20, ge=4096, le=64 << 20, description="Bytes of one message on link `zmq`.")
     fetch_window: int = Field(default=3, ge=1, le=64, description="Messages under way per peer on link `zmq`.")
     announce_layers: int = Field(
         default=0,

@@ -44,7 +44,7 @@ class EndpointSettings:
     """Silence after which a peer counts as lost."""
     stalled_after_s: float = 10.0
     """With fetches outstanding and nothing arriving for this long, a transfer fails."""
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = 5 << 20
     """Payload of one `Blocks` message, exceeded only where one layer of one block is larger."""
     fetch_window: int = 3
     """Fetches outstanding per exporter."""
@@ -78,7 +78,7 @@ class EndpointSettings:
                 "KV blocks. Give the path of a key file that both servers have, or bind to tcp://127.0.0.1:0."
             )
         if not 1 <= self.chunk_bytes <= MAX_FETCH_BYTES:
-            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 4 MiB.")
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}: choose 1 to {MAX_FETCH_BYTES}, best about 5 MiB.")
         if self.max_communicators < 1:
             raise ValueError(f"max_communicators is {self.max_communicators}: choose 1 or more, or drop the link nccl.")
         if not 1 <= self.fetch_window <= MAX_FETCHES_QUEUED:
