@@ -37,7 +37,11 @@ class AutoscaleConfig(ConfigNode):
         default=300.0, gt=0, description="Over which a smaller pool must have been enough before one shrinks."
     )
     margin: float = Field(
-        default=0.08, ge=0, le=1, description="So much more than it was may be asked of a pool that has shrunk."
+        default=0.08,
+        ge=0,
+        le=1,
+        description="A pool shrinks when fewer workers are enough for so much more than comes; one that changes gets "
+        "room for half of it.",
     )
 
     @model_validator(mode="after")

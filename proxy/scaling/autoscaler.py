@@ -1,9 +1,12 @@
 """Decides how many workers each pool shall have. Pure: fed with looks, never asks for the time, acts on nothing.
 
-A pool grows at once when the work that surely arrives needs more workers, or when clients measurably miss their
-targets. It shrinks when the smaller number would have been enough over the last `hold_s`, with a margin, and was surely
-too small at no moment of them. Between the two nothing happens, so at constant load a pool that has found its size
-keeps it.
+Proof says when a pool changes. It grows at once when the work that surely arrives needs more workers, or when
+clients measurably miss their targets. It shrinks when fewer would surely have been enough over the last `hold_s`, with
+a margin, and were too few at no moment of them.
+
+The average says how many workers it gets then: as many as fit what came within `hold_s` and half the margin, between
+the two proofs. `hold_s` after a change that average is better known, so the pool takes the size that fits once more.
+After that only proof changes it, so at constant load it keeps its size.
 """
 
 from collections import deque
@@ -26,6 +29,8 @@ CERTAIN = 3.0
 """Standard errors by which misses must exceed what is allowed."""
 HELPED = 0.7
 """Another worker helped if no more than this much of the misses is left."""
+SAME = 0.75, 1.5
+"""Times a load, between which what was learned of it still holds."""
 FEWEST = 20
 """Answers that say anything about a share."""
 SAMPLES = 256
@@ -68,15 +73,17 @@ class _Need:
     late: int
     """For what came within seconds."""
     grow: int
-    """For what surely comes: a smaller pool becomes as large."""
+    """For what surely comes: a smaller pool is too small."""
     keep: int
-    """For what may still come, with a margin: a larger pool may become as small."""
+    """For what may still come, with a margin: a larger pool is too large."""
+    fit: int
+    """For what comes on average, with half the margin: the size of a pool that changes."""
 
-    def or_more(self, late: int, grow: int, keep: int) -> "_Need":
-        return _Need(max(self.late, late), max(self.grow, grow), max(self.keep, keep))
+    def or_more(self, late: int, grow: int, keep: int, fit: int) -> "_Need":
+        return _Need(max(self.late, late), max(self.grow, grow), max(self.keep, keep), max(self.fit, fit))
 
     def no_fewer(self, floor: int) -> "_Need":
-        return _Need(self.late, max(self.grow, floor), max(self.keep, floor))
+        return _Need(self.late, max(self.grow, floor), max(self.keep, floor), max(self.fit, floor))
 
 
 @dataclass(slots=True)
@@ -101,6 +108,8 @@ class _Pool:
     """(time, workers that were needed then)."""
     changed_at_s: float = 0.0
     grown_at_s: float = 0.0
+    review_at_s: float = inf
+    """Then it takes the size that fits once more, for the load that made it change is known by then."""
     count: int = -1
     misses: _Misses = field(default_factory=_Misses)
     feedback: "_Feedback" = field(default_factory=lambda: _Feedback())
@@ -185,12 +194,13 @@ class Autoscaler:
         """For the prompts that arrive. Stricter classes go first, so each class only competes with those."""
         rules = self._rules
         service_s = list[float]()
-        late = least = most = 0.0
-        need = _Need(0, 0, 0)
+        late = least = mean = most = 0.0
+        need = _Need(0, 0, 0, 0)
         waits_s = look.queued_prefill_s / max(1, look.pools["prefill"].serving)
         for (target_s, _, gives_way), kind in sorted(self._classes.items()):
             late += kind.load.of_late(rules.window_s)
             least += kind.load.at_least
+            mean += kind.load.over(rules.hold_s).mean * (1 + rules.margin / 2)
             most += kind.load.at_most * (1 + rules.margin)
             service_s += [s * look.prefill_share for s in kind.service_s]
             # What waits already must be computed beside what comes.
@@ -203,7 +213,7 @@ class Autoscaler:
                 most=rules.bounds["prefill"].most,
                 gives_way=gives_way,
             )
-            need = need.or_more(workers(late), workers(max(late, least) + backlog), workers(most))
+            need = need.or_more(workers(late), workers(max(late, least) + backlog), workers(most), workers(mean))
         return need
 
     def _decode_need(self, look: Look) -> _Need:
@@ -218,7 +228,9 @@ class Autoscaler:
         window_s, hold_s = self._rules.window_s, self._rules.hold_s
         late = workers(self._at_once.over(window_s / 4), 0.0)
         grow = max(late, workers(self._at_once.over(window_s), 1.0))
-        return _Need(1, 1, 1).or_more(late, grow, workers(self._at_once.over(hold_s) * (1 + self._rules.margin), 2.0))
+        lasting, margin = self._at_once.over(hold_s), self._rules.margin
+        keep, fit = workers(lasting * (1 + margin), 3.0), workers(lasting * (1 + margin / 2), 1.5)
+        return _Need(1, 1, 1, 1).or_more(late, grow, keep, fit)
 
     def _level(self, role: Role) -> float:
         """How much is asked of a pool, in a unit of its own."""
@@ -238,7 +250,7 @@ class Autoscaler:
             pool.count, pool.changed_at_s, pool.misses = now, self._now_s, _Misses()
         feedback = pool.feedback
         level = self._level(role)
-        if (feedback.floor or feedback.useless) and not feedback.level / 2 <= level <= feedback.level * 1.5:
+        if (feedback.floor or feedback.useless) and not feedback.level * SAME[0] <= level <= feedback.level * SAME[1]:
             feedback = pool.feedback = _Feedback()  # that was another load
         # What waits since before the pool grew says nothing about its size now.
         caught_up = look.queued_prefill_s <= look.pools["prefill"].serving * min(
@@ -253,7 +265,7 @@ class Autoscaler:
             share = pool.misses.missed / pool.misses.total
             pool.misses = _Misses()
             if feedback.floor and share > feedback.share * HELPED:
-                feedback.useless, feedback.floor = True, 0
+                feedback.useless, feedback.floor, pool.review_at_s = True, 0, self._now_s
             elif not feedback.useless and now <= max(need.grow, feedback.floor):
                 missing = f"{100 * share:.0f} % of answers miss the target for {_target(role)}"
                 feedback.floor, feedback.level, feedback.share = now + 1, level, share
@@ -267,19 +279,23 @@ class Autoscaler:
         while pool.needed[0][0] < self._now_s - rules.hold_s:
             pool.needed.popleft()
         least = max(bounds.least, 1 if role == "decode" else 0)
+        fit = min(max(need.fit, need.grow, least), bounds.most)
+        lacks = need.grow > bounds.most
+        warning = f"the {role} pool needs {need.grow} workers and may have {bounds.most}" if lacks else useless
+        was_enough = max(need.keep, *(count for _, count in pool.needed))
+        review_at_s = min(pool.review_at_s, self._now_s + rules.hold_s)
         if need.grow > now or now < least:
-            want = min(max(need.grow, least), bounds.most)
-            over = need.grow > bounds.most
-            warning = f"the {role} pool needs {need.grow} workers and may have {bounds.most}" if over else ""
-            if want <= now:
-                return now, "", warning or useless
-            return want, missing or f"the work that arrives needs {want} {role} workers", warning
-        if now > bounds.most:
-            return bounds.most, f"the {role} pool may have {bounds.most} workers", ""
-        enough = max(least, need.grow, need.keep, *(count for _, count in pool.needed))
-        if enough < now and self._now_s - pool.grown_at_s >= rules.hold_s:
-            return enough, f"{enough} {role} workers would have been enough for {rules.hold_s:g} s", useless
-        return now, "", useless
+            reason = missing or f"the work that arrives needs {fit} {role} workers"
+        elif now > bounds.most:
+            reason = f"the {role} pool may have {bounds.most} workers"
+        elif was_enough < now and self._now_s - pool.grown_at_s >= rules.hold_s:
+            reason = f"{fit} {role} workers would have been enough for {rules.hold_s:g} s"
+        elif self._now_s >= pool.review_at_s and caught_up:
+            reason, review_at_s = f"{fit} {role} workers fit what came within {rules.hold_s:g} s", inf
+        else:
+            return now, "", warning
+        pool.review_at_s = review_at_s
+        return fit, reason if fit != now else "", warning
 
     def _convert(self, look: Look, want: dict[Role, int], needs: Mapping[str, _Need], reasons: list[str]) -> int:
         """Workers that one pool lacks are taken from the other, as far as that has too many, even for a short time."""

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 
+OF_LATE, LASTING = 3.0, 2.0
+"""Standard errors that are taken for chance: of short times more, for there are more of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -54,19 +57,19 @@ class Load:
     def of_late(self, window_s: float) -> float:
         """What arrives now at least: the most that a short time is proof of."""
         short, window = self.over(window_s / 4), self.over(window_s)
-        return max(0.0, short.mean - 3 * short.error, window.mean - 2 * window.error)
+        return max(0.0, short.mean - OF_LATE * short.error, window.mean - OF_LATE * window.error)
 
     @property
     def at_least(self) -> float:
         """On average over all that is remembered."""
         found = self.over(self._keep_s)
-        return max(0.0, found.mean - found.error)
+        return max(0.0, found.mean - LASTING * found.error)
 
     @property
     def at_most(self) -> float:
         """The same, with the error on the other side."""
         found = self.over(self._keep_s)
-        return found.mean + found.error
+        return found.mean + LASTING * found.error
 
 
 class Level:

@@ -28,7 +28,7 @@ class ScalingRules:
     hold_s: float = 300.0
     """A smaller pool must have been enough for so long before one becomes smaller."""
     margin: float = 0.08
-    """By which load may grow in a pool that has just become smaller."""
+    """By which load may grow in a pool that is just not too large; one that changes gets room for half of it."""
     devices: int | None = None
     """GPUs, or shares of a machine's cores, for both pools together; None: as many as it takes."""
     ranks: Mapping[Role, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})

@@ -148,7 +148,30 @@ def test_a_jump_of_the_load_is_answered_within_a_quarter_of_the_window() -> None
     situation.live(RULES.window_s / 4, 40)
     assert situation.sizes["prefill"] > 1.5 * before
     situation.live(RULES.window_s, 40)
-    assert 8 <= situation.sizes["prefill"] <= 11, "eight seconds of work per second"
+    assert situation.sizes["prefill"] >= 7, "what is surely there of eight seconds of work per second"
+    situation.live(RULES.hold_s, 40)
+    assert 9 <= situation.sizes["prefill"] <= 11
+
+
+def test_a_pool_that_changed_takes_the_size_for_the_average_once_and_then_wants_proof() -> None:
+    situation = Situation()
+    situation.live(RULES.hold_s, 5)
+    situation.live(2 * RULES.hold_s, 40)
+    assert situation.sizes["prefill"] == 9, "room for half the margin beside eight seconds of work per second"
+    for per_look in (44, 36):
+        assert situation.changes(situation.live(RULES.hold_s, per_look)) == [], "a tenth more or less may be chance"
+
+
+def test_workers_who_came_for_what_waited_leave_when_it_has_been_worked_off() -> None:
+    situation = Situation(sizes={"prefill": 2, "decode": 1})
+    situation.live(RULES.hold_s / 2, 5)
+    calm = situation.sizes["prefill"]
+    for _ in range(8):
+        look = replace(situation.look(5, 4), queued_prefill_s=4 * RULES.hold_s)
+        situation.sizes = dict(situation.autoscaler.decide(look).want)
+    assert situation.sizes["prefill"] > calm + 1
+    situation.live(RULES.hold_s, 5)
+    assert situation.sizes["prefill"] == calm
 
 
 def test_prompts_that_wait_count_beside_those_that_come() -> None:
@@ -264,7 +287,7 @@ def test_workers_that_one_pool_can_spare_change_to_the_other_and_back() -> None:
     situation = Situation(rules, {"prefill": 5, "decode": 1})
     situation.live(RULES.hold_s, 18)
     assert situation.sizes == {"prefill": 5, "decode": 1}
-    there = situation.live(RULES.hold_s + RULES.window_s, 5, 50)
+    there = situation.live(RULES.hold_s + RULES.window_s, 5, 45)
     assert sum(decision.convert for decision in there) >= 2
     assert situation.sizes["decode"] == 3
     assert sum(situation.sizes.values()) <= 6
@@ -303,7 +326,7 @@ def test_a_short_span_proves_a_jump_and_a_long_one_a_small_change() -> None:
     load = Load(300)
     for _ in range(60):
         load.add(5, 10, 10)
-    assert 1.5 < load.of_late(60) < 2.0 < load.at_most < 2.2
+    assert 1.4 < load.of_late(60) < 2.0 < load.at_most < 2.2
     for _ in range(3):
         load.add(5, 40, 40)
     assert load.of_late(60) > 3
