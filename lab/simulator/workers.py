@@ -2,14 +2,14 @@
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import simpy
 
 from lab.load.client import Record
+from lab.simulator.chunks import Job, next_chunk, share, together
 from lab.simulator.costs import StepTimes
 from proxy.scheduling.view import RequestShape
 
@@ -18,10 +18,6 @@ ITL_MARGIN = 0.9
 """Part of the target for gaps that a step with a chunk may take, as in `prefill.step_budget`."""
 MIN_PREFILL_TOKENS = 16
 """A prompt makes at least this progress per step, as there."""
-FIXED_PART = 0.1
-"""Part of an economical step's time that every step costs, as there."""
-YIELDING = 1.25
-"""Times as long a prompt may take in short steps, and still must be in time, as in `prefill.chunk_order`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,45 +81,6 @@ def record_of(request: Request, beside_s: float = 0.0) -> Record:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: Request
-    tokens_left: int
-    already: int
-    urgency: tuple[Any, ...]
-
-
-def share(jobs: Iterable[_Job], budget_tokens: int, fill_tokens: int | None = None) -> list[tuple[_Job, int]]:
-    """What of each prompt goes into a step: all of the first one that the budget allows, and of others until the step
-    has `fill_tokens` (None: the budget)."""
-    parts, used, most = [], 0, budget_tokens
-    for job in jobs:
-        if used >= most:
-            break
-        tokens = min(most - used, job.tokens_left)
-        parts.append((job, tokens))
-        used += tokens
-        most = min(budget_tokens, budget_tokens if fill_tokens is None else fill_tokens)
-    return parts
-
-
-def economical_tokens(steps: StepTimes, chunk_tokens: int) -> int:
-    """From which on a larger step is hardly more efficient, as in `prefill.step_budget`."""
-    fixed_s = steps.step_s(0, 0, 1)
-    token_s = (steps.step_s(0, 0, chunk_tokens) - fixed_s) / chunk_tokens
-    return min(chunk_tokens, int(fixed_s * (1 - FIXED_PART) / FIXED_PART / max(token_s, 1e-9)))
-
-
-def together(parts: Sequence[tuple[_Job, int]]) -> tuple[int, int]:
-    """(tokens, tokens before them) of one chunk that costs as much as all of these.
-
-    Prompts do not attend to each other: as many pairs of tokens as all of them have, not as one long one.
-    """
-    tokens = sum(part for _, part in parts)
-    pairs = sum(part * (job.already + part / 2) for job, part in parts)
-    return tokens, round(pairs / tokens - tokens / 2) if tokens else 0
-
-
 class PrefillWorker:
     """Computes chunks of the most urgent prompts. `on_prefilled` is called when one ends."""
 
@@ -141,9 +98,8 @@ class PrefillWorker:
         self.busy_s = 0.0
         self._env = env
         self._chunk_tokens = chunk_tokens
-        self._fill_tokens = economical_tokens(steps, chunk_tokens)
         self._on_prefilled = on_prefilled
-        self._jobs: list[_Job] = []
+        self._jobs: list[Job] = []
         self._wake = env.event()
         self.process = env.process(self._run())
 
@@ -152,7 +108,7 @@ class PrefillWorker:
         standing = request.shape.standing
         urgency = (demoted, standing.priority, request.arrived_s + standing.slo.ttft_s, request.request_id)
         left = max(1, request.context_tokens - cached_tokens)
-        self._jobs.append(_Job(request, left, request.context_tokens - left, urgency))
+        self._jobs.append(Job(request, left, request.context_tokens - left, urgency))
         if not self._wake.triggered:
             self._wake.succeed()
 
@@ -168,16 +124,6 @@ class PrefillWorker:
         """The worker dies."""
         self._jobs = []
 
-    def _budget(self) -> int:
-        """As many tokens as those can wait for who may come meanwhile, if the first prompt has time."""
-        budget, slo = self._chunk_tokens, self._jobs[0].request.shape.standing.slo
-        left_s = self._jobs[0].request.arrived_s + slo.ttft_s - self._env.now
-        if slo.longest_step_s == inf or self.steps.prefill_s(self._jobs[0].tokens_left) * YIELDING > left_s:
-            return budget
-        while budget > MIN_PREFILL_TOKENS and self.steps.step_s(0, 0, budget, 0) > slo.longest_step_s:
-            budget //= 2
-        return budget
-
     def _run(self) -> simpy.events.ProcessGenerator:
         while True:
             if not self._jobs:
@@ -185,7 +131,7 @@ class PrefillWorker:
                 yield self._wake
                 continue
             self._jobs.sort(key=lambda job: job.urgency)
-            chunk = share(self._jobs, self._budget(), self._fill_tokens)
+            chunk = next_chunk(self._jobs, self.steps, self._chunk_tokens, self._env.now)
             tokens, already = together(chunk)
             seconds = self.steps.step_s(0, 0, tokens, already)
             self.busy_s += seconds
@@ -224,7 +170,7 @@ class DecodeWorker:
         self._on_step = on_step
         self._holds_itl = holds_itl
         self._active: list[Request] = []
-        self._local: deque[_Job] = deque()
+        self._local: deque[Job] = deque()
         self._context_tokens = 0
         self._stepped_before = False
         self._wake = env.event()
@@ -248,7 +194,7 @@ class DecodeWorker:
     def submit(self, request: Request, cached_tokens: int) -> None:
         """Prefill and decode here."""
         left = max(1, request.context_tokens - cached_tokens)
-        self._local.append(_Job(request, left, request.context_tokens - left, ()))
+        self._local.append(Job(request, left, request.context_tokens - left, ()))
         self._rouse()
 
     def leave(self, request: Request) -> None:

@@ -234,7 +234,7 @@ class Scheduler:
             self._leave(waiting, now_s, served=False)
             self._enqueue(replace(entry, waiting=True), now_s, route(entry.shape, self.books.pools, {}))
             return
-        caution = self.books.caution.factor
+        caution = self.books.caution.of(entry.shape.standing.slo.name)
         if self._too_late(waiting, found.first_token_in_s, found.alone_s, caution, now_s, decisions):
             return
         if isinstance(found, NoFit):
@@ -243,13 +243,12 @@ class Scheduler:
         self._take(waiting, found, now_s, decisions)
 
     def _fit(self, waiting: _Waiting, cached: Mapping[str, int], now_s: float) -> Fit | NoFit:
-        caution = self._queue_caution
+        caution = self._queue_caution(waiting.entry)
         return fit(self.books.pools, self.books.lengths, waiting.way, waiting.entry, cached, now_s, caution)
 
-    @property
-    def _queue_caution(self) -> float:
+    def _queue_caution(self, entry: Entry) -> float:
         """By how much predictions are stretched for those who might wait."""
-        return max(QUEUE_CAUTION, self.books.caution.factor)
+        return max(QUEUE_CAUTION, self.books.caution.of(entry.shape.standing.slo.name))
 
     def _take(self, waiting: _Waiting, found: Fit, now_s: float, decisions: list[Decision]) -> None:
         entry = waiting.entry
@@ -274,7 +273,7 @@ class Scheduler:
                 self._take(newcomer, found, now_s, decisions)
                 return
             in_s = wait_s + found.first_token_in_s
-            if self._too_late(newcomer, in_s, found.alone_s, self._queue_caution, now_s, decisions):
+            if self._too_late(newcomer, in_s, found.alone_s, self._queue_caution(entry), now_s, decisions):
                 demoted = self._waiting.get(entry.request_id)
                 if demoted is None:
                     return

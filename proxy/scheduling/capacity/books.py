@@ -25,6 +25,7 @@ class Held:
     """To a prefill worker."""
     predicted_s: float = 0.0
     """From then on, to its first token."""
+    slo_class: str = ""
     overflow: bool = False
     """Its prompt is computed by a decode worker because prefill workers are busy."""
 
@@ -45,6 +46,7 @@ class Books:
         self.held[entry.request_id] = held
         if fit.prefill is not None and fit.job is not None:
             held.sent_s, held.predicted_s = now_s, fit.first_token_in_s
+            held.slo_class = entry.shape.standing.slo.name
             fit.prefill.begin(entry.request_id, fit.job, now_s)
             self.pools.recent.add(fit.job.seconds, now_s)
             self.pools.prefill_changed(fit.prefill)
@@ -85,7 +87,7 @@ class Books:
             return False
         held.computed = True
         if held.predicted_s:
-            self.caution.observe(held.predicted_s, now_s - held.sent_s)
+            self.caution.observe(held.slo_class, held.predicted_s, now_s - held.sent_s)
         self._end_prefill(request_id, held, now_s, computed=True)
         if held.decode is not None and not held.running:
             held.running = True

@@ -103,17 +103,25 @@ class CostModel:
 
 
 class Caution:
-    """By how much predictions must be stretched so that nine of ten first tokens come no later."""
+    """By how much predictions must be stretched so that nine of ten first tokens come no later.
+
+    Of each class: long prompts that have time are overtaken after they were sent, and strict ones are not.
+    """
 
     LEAST, MOST, STEP = 1.05, 2.0, 0.05
 
     def __init__(self) -> None:
-        self.factor = self.LEAST
+        self._factors: dict[str, float] = {}
 
-    def observe(self, predicted_s: float, actual_s: float) -> None:
+    def of(self, slo_class: str) -> float:
+        """The factor for a class."""
+        return self._factors.get(slo_class, self.LEAST)
+
+    def observe(self, slo_class: str, predicted_s: float, actual_s: float) -> None:
         """A prompt has been computed; both from the moment it was sent to its worker."""
-        was_late = actual_s > predicted_s * self.factor
-        self.factor = min(self.MOST, max(self.LEAST, self.factor + self.STEP * (0.9 if was_late else -0.1)))
+        factor = self.of(slo_class)
+        change = 0.9 if actual_s > predicted_s * factor else -0.1
+        self._factors[slo_class] = min(self.MOST, max(self.LEAST, factor + self.STEP * change))
 
 
 class OutputLengths:

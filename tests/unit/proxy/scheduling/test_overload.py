@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.scheduling.capacity.costs import CostModel
+from proxy.scheduling.capacity.costs import Caution, CostModel
 from proxy.scheduling.place import Local, Remote
 from proxy.scheduling.slo import OverloadPolicy
 from tests.unit.proxy.scheduling.simulation import CHUNK, Request, Simulation, poisson
@@ -75,6 +75,15 @@ def test_whether_a_strict_request_is_in_time_depends_on_the_steps_of_the_long_pr
     # A step of a whole chunk takes half a second.
     chat = first_place(pools, shape(100, ttft_s=0.4), "chat", 0.01)
     assert chat == (busy if in_time else Local("d0", "prefill_late"))
+
+
+def test_what_delays_long_prompts_does_not_make_predictions_for_strict_ones_timid() -> None:
+    caution = Caution()
+    for _ in range(50):
+        caution.observe("report", 2.5, 5.0)
+        caution.observe("chat", 0.7, 0.7)
+    assert caution.of("report") > 1.9
+    assert caution.of("chat") == caution.of("never seen") == Caution.LEAST
 
 
 @pytest.mark.parametrize("overload", ["reject", "demote"])
