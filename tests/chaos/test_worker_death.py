@@ -98,6 +98,18 @@ async def _until_tokens(fate: Fate, number: int) -> None:
     await asyncio.to_thread(wait_until, what, lambda: len(fate.token_ids) >= number, 20.0, 0.01)
 
 
+def _wait_for_decisions(url: str, before: dict[str, float], number: int) -> None:
+    """Until the proxy has decided on so many requests; fails if a decode worker is to compute one of them."""
+    name = "twinpool_decisions_total"
+
+    def since() -> dict[str, float]:
+        return {key: value - before.get(key, 0.0) for key, value in counters(url).items() if key.startswith(name)}
+
+    wait_until(f"{number} requests were decided on", lambda: since().get(name, 0.0) >= number, 20.0, 0.05)
+    made = {key: count for key, count in since().items() if count}
+    assert not any('placement="local"' in key for key in made), made
+
+
 def _prompts(make_prompt: PromptMaker) -> dict[str, list[int]]:
     return {stage: make_prompt(article, length) for stage, (article, length, _) in STAGES.items()}
 
@@ -137,11 +149,12 @@ async def _end_and_see(
         await _until_tokens(fates["handing over"], 1)
         other = await asyncio.to_thread(cluster.thaw, role)
         with cluster.frozen_rank(prefill):  # so that it does not matter how fast this machine computes
+            before = await asyncio.to_thread(counters, cluster.url)
             send("computing")
             send("queued")
-            await asyncio.sleep(0.5)
-            assert [len(fates[stage].token_ids) for stage in ("computing", "queued")] == [0, 0]
-            assert not any(task.done() for task in tasks.values())
+            await asyncio.to_thread(_wait_for_decisions, cluster.url, before, 2)
+            assert [len(fates[stage].token_ids) for stage in ("computing", "queued")] == [0, 0], fates
+            assert not any(task.done() for task in tasks.values()), fates
             ended_s = time.monotonic()
             cluster.end(victim, kind)
     await asyncio.wait(tasks.values(), timeout=DONE_WITHIN_S)
