@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lab.simulator.costs import StepTimes
 
@@ -29,12 +29,13 @@ class Job:
     tokens_left: int
     already: int
     """Tokens before those: computed or cached."""
-    urgency: tuple[Any, ...]
+    deadline_s: float = inf
+    """For its first token."""
 
     @property
-    def deadline_s(self) -> float:
-        """For its first token."""
-        return self.request.arrived_s + self.request.shape.standing.slo.ttft_s
+    def urgency(self) -> tuple[int, float, str]:
+        """Lower goes first."""
+        return (self.request.shape.standing.priority, self.deadline_s, self.request.request_id)
 
 
 def next_chunk(ranked: Sequence[Job], steps: StepTimes, chunk_tokens: int, now_s: float) -> list[tuple[Job, int]]:

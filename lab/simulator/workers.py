@@ -104,11 +104,11 @@ class PrefillWorker:
         self.process = env.process(self._run())
 
     def submit(self, request: Request, cached_tokens: int, demoted: bool) -> None:
-        """A request of which so many tokens need not be computed."""
+        """A request of which so many tokens need not be computed; who is demoted ranks as if it had only just come."""
         standing = request.shape.standing
-        urgency = (demoted, standing.priority, request.arrived_s + standing.slo.ttft_s, request.request_id)
+        deadline_s = (self._env.now if demoted else request.arrived_s) + standing.slo.ttft_s
         left = max(1, request.context_tokens - cached_tokens)
-        self._jobs.append(Job(request, left, request.context_tokens - left, urgency))
+        self._jobs.append(Job(request, left, request.context_tokens - left, deadline_s))
         if not self._wake.triggered:
             self._wake.succeed()
 
@@ -194,7 +194,7 @@ class DecodeWorker:
     def submit(self, request: Request, cached_tokens: int) -> None:
         """Prefill and decode here."""
         left = max(1, request.context_tokens - cached_tokens)
-        self._local.append(Job(request, left, request.context_tokens - left, ()))
+        self._local.append(Job(request, left, request.context_tokens - left))
         self._rouse()
 
     def leave(self, request: Request) -> None:
