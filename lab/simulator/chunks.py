@@ -40,10 +40,12 @@ class Job:
 
 def next_chunk(ranked: Sequence[Job], steps: StepTimes, chunk_tokens: int, now_s: float) -> list[tuple[Job, int]]:
     """Jobs of the next step and their tokens; the most urgent job comes first in `ranked`, of at least one."""
-    fixed_s = steps.step_s(0, 0, 1)
-    token_s = max(1e-9, (steps.step_s(0, 0, chunk_tokens) - fixed_s) / chunk_tokens)
     first, budget = ranked[0], chunk_tokens
     longest_s = first.request.shape.standing.slo.longest_step_s
+    if len(ranked) == 1 and (longest_s == inf or first.tokens_left == 1):
+        return share(ranked, budget)
+    fixed_s = steps.step_s(0, 0, 1)
+    token_s = max(1e-9, (steps.step_s(0, 0, chunk_tokens) - fixed_s) / chunk_tokens)
     if longest_s < inf and now_s + YIELDING * (_left_s(first, steps) - fixed_s) <= first.deadline_s:
         within = bisect_right(range(1, budget + 1), longest_s, key=lambda n: steps.step_s(0, 0, n, first.already))
         budget = min(budget, max(1, within, _economical(fixed_s, token_s, FIXED_PART_AT_MOST)))
