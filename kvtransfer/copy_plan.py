@@ -38,36 +38,26 @@ def plan_copy(
             f"{len(sources)} regions to {len(targets)}."
         )
     there, here = Regions.of(sources), Regions.of(targets)
-    lengths = _run_lengths(len(source_ids), there)
-    return _merged(_run_addresses(source_ids, there), _run_addresses(target_ids, here), lengths)
+    return _merged(there.run_addresses(source_ids), here.run_addresses(target_ids), there.run_lengths(len(source_ids)))
 
 
 def plan_gather(block_ids: Sequence[int], regions: Sequence[Region], buffer_address: int) -> CopyPlan:
     """Copy the blocks into one buffer, region by region, block by block and run by run, without gaps."""
     ours = Regions.of(regions)
-    lengths = _run_lengths(len(block_ids), ours)
-    return _merged(_run_addresses(block_ids, ours), _packed_addresses(buffer_address, lengths), lengths)
+    lengths = ours.run_lengths(len(block_ids))
+    return _merged(ours.run_addresses(block_ids), _packed_addresses(buffer_address, lengths), lengths)
 
 
 def plan_scatter(block_ids: Sequence[int], regions: Sequence[Region], buffer_address: int) -> CopyPlan:
     """The reverse of `plan_gather`."""
     ours = Regions.of(regions)
-    lengths = _run_lengths(len(block_ids), ours)
-    return _merged(_packed_addresses(buffer_address, lengths), _run_addresses(block_ids, ours), lengths)
+    lengths = ours.run_lengths(len(block_ids))
+    return _merged(_packed_addresses(buffer_address, lengths), ours.run_addresses(block_ids), lengths)
 
 
 def payload_bytes(num_blocks: int, regions: Sequence[Region]) -> int:
     """Size of the buffer that `plan_gather` fills."""
     return num_blocks * Regions.of(regions).bytes_per_block
-
-
-def _run_lengths(num_blocks: int, regions: Regions) -> Addresses:
-    return np.repeat(regions.run_bytes, num_blocks * regions.runs_per_block)
-
-
-def _run_addresses(block_ids: Sequence[int], regions: Regions) -> Addresses:
-    """[region, block, run], flat."""
-    return regions.run_addresses(np.asarray(block_ids, dtype=np.uint64))
 
 
 def _packed_addresses(buffer_address: int, lengths: Addresses) -> Addresses:

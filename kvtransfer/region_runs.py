@@ -4,7 +4,7 @@ A model of 80 layers has 160 regions, and a transfer makes hundreds of copies of
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,21 +26,24 @@ class Regions(tuple[Region, ...]):
         """Bytes of one block, or unit, in all of them."""
         return sum(region.bytes_per_block for region in self)
 
-    @cached_property
-    def run_bytes(self) -> NDArray[np.uint64]:
-        """Bytes of a run: [region]."""
-        return np.array([region.run_bytes for region in self], dtype=np.uint64)
+    def run_lengths(self, num_blocks: int) -> NDArray[np.uint64]:
+        """Bytes of every run of so many blocks, or units: [region, block, run], flat."""
+        return np.repeat(self._run_bytes, num_blocks * self._runs_per_block)
 
-    @cached_property
-    def runs_per_block(self) -> NDArray[np.intp]:
-        """[region]."""
-        return np.array([len(region.run_offsets) for region in self], dtype=np.intp)
-
-    def run_addresses(self, block_ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Of every run of these blocks, or units: [region, block, run], flat."""
+    def run_addresses(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
+        """Of every run of these blocks, or units, in the same order."""
+        ids = np.asarray(block_ids, dtype=np.uint64)  # [block]
         if not self._has_one_run_per_block:
-            return np.concatenate([region.addresses(block_ids).ravel() for region in self])
-        return (self._first_runs[:, None] + self._strides[:, None] * block_ids[None, :]).ravel()
+            return np.concatenate([region.addresses(ids).ravel() for region in self])
+        return (self._first_runs[:, None] + self._strides[:, None] * ids[None, :]).ravel()
+
+    @cached_property
+    def _run_bytes(self) -> NDArray[np.uint64]:
+        return np.array([region.run_bytes for region in self], dtype=np.uint64)  # [region]
+
+    @cached_property
+    def _runs_per_block(self) -> NDArray[np.intp]:
+        return np.array([len(region.run_offsets) for region in self], dtype=np.intp)  # [region]
 
     @cached_property
     def _has_one_run_per_block(self) -> bool:

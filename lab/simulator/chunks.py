@@ -4,12 +4,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 from lab.simulator.costs import StepTimes
-
-if TYPE_CHECKING:
-    from lab.simulator.workers import Request
+from lab.simulator.request import Request
 
 FIXED_PART = 0.1
 """Part of an economical step's time that every step costs."""
@@ -25,7 +22,7 @@ YIELDING = 1.25
 class Job:
     """A prompt of which tokens are left to compute."""
 
-    request: "Request"
+    request: Request
     tokens_left: int
     already: int
     """Tokens before those: computed or cached."""
@@ -42,15 +39,13 @@ def next_chunk(ranked: Sequence[Job], steps: StepTimes, chunk_tokens: int, now_s
     """Jobs of the next step and their tokens; the most urgent job comes first in `ranked`, of at least one."""
     first, budget = ranked[0], chunk_tokens
     longest_s = first.request.shape.standing.slo.longest_step_s
-    if len(ranked) == 1 and (longest_s == inf or first.tokens_left == 1):
+    if len(ranked) == 1 and longest_s == inf:
         return share(ranked, budget)
     fixed_s = steps.step_s(0, 0, 1)
     token_s = max(1e-9, (steps.step_s(0, 0, chunk_tokens) - fixed_s) / chunk_tokens)
     if longest_s < inf and now_s + YIELDING * (_left_s(first, steps) - fixed_s) <= first.deadline_s:
         within = bisect_right(range(1, budget + 1), longest_s, key=lambda n: steps.step_s(0, 0, n, first.already))
         budget = min(budget, max(1, within, _economical(fixed_s, token_s, FIXED_PART_AT_MOST)))
-    if len(ranked) == 1:
-        return share(ranked, budget)
     held_up_s = HOLD_UP * _spare_s(ranked, steps, fixed_s, now_s)
     others = budget if held_up_s == inf else int(held_up_s / token_s)
     return share(ranked, budget, min(_economical(fixed_s, token_s, FIXED_PART), first.tokens_left + others))
@@ -66,7 +61,8 @@ def share(jobs: Iterable[Job], budget_tokens: int, fill_tokens: int | None = Non
         tokens = min(most - used, job.tokens_left)
         parts.append((job, tokens))
         used += tokens
-        most = min(budget_tokens, budget_tokens if fill_tokens is None else fill_tokens)
+        if fill_tokens is not None:
+            most = min(budget_tokens, fill_tokens)
     return parts
 
 

@@ -9,7 +9,8 @@ from lab.load.client import Record
 from lab.load.plan import Session
 from lab.load.work import WorkClass
 from lab.simulator.costs import Costs, StepTimes
-from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches, Request, record_of
+from lab.simulator.request import Request, record_of
+from lab.simulator.workers import DecodeWorker, PrefillWorker, PrefixCaches
 from proxy.scaling.meter import Meter
 from proxy.scaling.observe import prompt_alone_s
 from proxy.scheduling.place import Decision, Local, Policy, PrefillOnly, Reject, Remote

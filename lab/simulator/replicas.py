@@ -7,7 +7,8 @@ import simpy
 from lab.load.client import Record
 from lab.load.plan import Session
 from lab.simulator.costs import Costs
-from lab.simulator.workers import DecodeWorker, Request, record_of
+from lab.simulator.request import Request, record_of
+from lab.simulator.workers import DecodeWorker
 from proxy.scheduling.view import RequestShape
 
 

@@ -23,7 +23,7 @@ class SloClass:
     """An engine's step on its prompts ends within this, so that those of stricter classes need not wait for long."""
 
 
-STEP_PART = 0.5
+YIELD_PART = 0.5
 """Part of a stricter class's time to first token that may go by until the step that it meets has ended; the rest is for
 its own prompt."""
 
@@ -33,7 +33,7 @@ def made_to_yield(classes: Iterable[SloClass]) -> list[SloClass]:
     given = list(classes)
     strictest_s = min((each.ttft_s for each in given), default=inf)
     return [
-        replace(each, longest_step_s=STEP_PART * strictest_s if each.ttft_s > strictest_s else inf) for each in given
+        replace(each, longest_step_s=YIELD_PART * strictest_s if each.ttft_s > strictest_s else inf) for each in given
     ]
 
 

@@ -104,15 +104,18 @@ class PrefillWorker:
         self.since_s = now_s
         if not computed:
             # How much of it was computed is unknown.
-            self._sampled_from_s, self._sample, self._sample_s = now_s, Work(), 0.0
+            self._begin_sample(now_s)
             return None
         self._sample += job.work
         self._sample_s += job.seconds
         if self.jobs and self._sample_s < SAMPLE_TIMES * max(other.seconds for other in self.jobs.values()):
             return None
         sample = (self._sample, now_s - self._sampled_from_s)
-        self._sampled_from_s, self._sample, self._sample_s = now_s, Work(), 0.0
+        self._begin_sample(now_s)
         return sample
+
+    def _begin_sample(self, now_s: float) -> None:
+        self._sampled_from_s, self._sample, self._sample_s = now_s, Work(), 0.0
 
     def queue_for(self, urgency: Urgency, now_s: float) -> "Ahead":
         """What would be computed before a new request of this urgency."""

@@ -20,8 +20,9 @@ from lab.planner.steps import EXPECTED, Steps
 from lab.simulator.cluster import BlockNames, Incident, Outcome, Rules, SimulatedCluster
 from lab.simulator.command import SimulateError, parse_incident, parse_pools
 from lab.simulator.costs import PlannedCosts, Pools
+from lab.simulator.request import Request
 from lab.simulator.sweep import front, point_of, splits
-from lab.simulator.workers import PrefillWorker, PrefixCaches, Request
+from lab.simulator.workers import PrefillWorker, PrefixCaches
 from lab.traces.trace import TraceRequest, block_hit_rate
 from proxy.scheduling.slo import SloClass, Standing
 from proxy.scheduling.view import RequestShape
